@@ -78,7 +78,11 @@ def draws(stream: TextIO) -> bool:
     if sys.platform == "win32" and stream.isatty():
         from localinfer.system.windows import shows_escape_sequences
 
-        return shows_escape_sequences(stream.fileno())
+        try:
+            return shows_escape_sequences(stream.fileno())
+        except OSError:
+            # A terminal that the host program shows has no descriptor, and no console to ask.
+            return True
     return stream.isatty()
 
 

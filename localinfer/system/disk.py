@@ -13,9 +13,19 @@ from io import FileIO
 from typing import TypeAlias
 
 if sys.platform == "win32":
+    import _winapi
     import msvcrt
 
     from localinfer.system.windows import extended_path as _path
+
+    def _open_shared(path: "AnyPath", access: int, disposition: int, flags: int) -> int:
+        """A descriptor of a file with which others may do everything while it is open. Raises: OSError."""
+        handle = _winapi.CreateFile(_path(path), access, _SHARE_ALL, 0, disposition, _NORMAL, 0)
+        try:
+            return msvcrt.open_osfhandle(handle, flags | _BASE_FLAGS)
+        except BaseException:
+            _winapi.CloseHandle(handle)
+            raise
 else:
     import fcntl
     from os import fspath as _path
@@ -27,6 +37,13 @@ _BASE_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _IN_PLACE_FLAGS = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+_SHARE_ALL = 7
+"""Others may read, write, delete and rename a file of Windows while it is open; Python's own `open` allows no more than
+the first two."""
+_NORMAL = 0x80
+_CREATE_NEW, _OPEN_ALWAYS = 1, 4
+_GENERIC_READ, _GENERIC_WRITE = 0x8000_0000, 0x4000_0000
 
 _NOT_KNOWN = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY)
 """Of file systems that lack a call, as those on a network may."""
@@ -71,8 +88,20 @@ def open_to_read(path: AnyPath) -> FileIO:
 
 
 def create(path: AnyPath, mode: int) -> FileIO:
-    """Make a new file, opened for writing, unbuffered. Raises: FileExistsError if the name is taken."""
+    """Make a new file, opened for writing, unbuffered, which can be renamed and deleted while it is open.
+
+    Raises: FileExistsError if the name is taken.
+    """
+    if sys.platform == "win32":
+        return FileIO(_open_shared(path, _GENERIC_WRITE, _CREATE_NEW, os.O_WRONLY), "wb")
     return FileIO(os.open(_path(path), _BASE_FLAGS | _NEW_FLAGS, mode), "wb")
+
+
+def path_with_room(path: AnyPath, characters: int) -> str:
+    """A path below which others of so many more characters can be used."""
+    if sys.platform == "win32":
+        return _path(path, characters)
+    return _path(path)
 
 
 def open_to_write(path: AnyPath, *, truncate: bool = False) -> FileIO:
@@ -197,7 +226,9 @@ def may_write(folder: AnyPath) -> bool:
 
 
 def open_lock(path: AnyPath) -> FileIO:
-    """Open the file of a lock, which is made if it is missing; closing it releases the lock."""
+    """Open the file of a lock, which is made if it is missing; closing it releases the lock. Others may delete it."""
+    if sys.platform == "win32":
+        return FileIO(_open_shared(path, _GENERIC_READ | _GENERIC_WRITE, _OPEN_ALWAYS, os.O_RDWR), "r+b")
     return FileIO(os.open(_path(path), os.O_RDWR | os.O_CREAT | _BASE_FLAGS, 0o600), "r+b")
 
 

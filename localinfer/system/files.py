@@ -35,8 +35,6 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp")
 _TARGET_DIGITS = 6
 _ABANDONED_SECONDS = 3600.0
 """Age from which an unfinished file of a folder that is ours belongs to a dead process."""
-_RENAMES_OPEN_FILES = sys.platform != "win32"
-"""And deletes them: Windows does neither."""
 
 _WAYS_OUT = {
     errno.EISDIR: "give the name of a file in it",
@@ -209,13 +207,16 @@ class OutputFile:
         if self._temporary is None:
             self._file.close()
             return
-        if _RENAMES_OPEN_FILES:
-            # Once it is closed its lock is gone, and another writer might take it for abandoned.
+        # Once it is closed its lock is gone, and another writer might take it for abandoned.
+        try:
             disk.replace(self._temporary, self._place.path)
-            self._file.close()
-        else:
+        except PermissionError:
+            if sys.platform != "win32":
+                raise
+            # A file system that renames no open file.
             self._file.close()
             disk.replace(self._temporary, self._place.path)
+        self._file.close()
         # A folder may be one that can be written and not read.
         with contextlib.suppress(PermissionError):
             disk.sync_folder(os.path.dirname(self._place.path))
@@ -377,13 +378,8 @@ def _create_locked_beside(path: Path, mode: int, mark: str) -> tuple[FileIO, str
 def _delete_unfinished(folder: str, mark: str) -> None:
     """Delete what killed writers of an output left of it: files of its mark whose lock is free."""
     for path in _temporaries(folder, mark):
-        with contextlib.suppress(OSError):
-            with disk.open_lock(path) as file:
-                is_abandoned = disk.try_lock(file, if_unsupported=False)
-                if is_abandoned and _RENAMES_OPEN_FILES:
-                    disk.delete(path)
-            if is_abandoned and not _RENAMES_OPEN_FILES:
-                # Of a writer that took its lock meanwhile the file is open, and stays.
+        with contextlib.suppress(OSError), disk.open_lock(path) as file:
+            if disk.try_lock(file, if_unsupported=False):
                 disk.delete(path)
 
 

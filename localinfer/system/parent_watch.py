@@ -21,11 +21,11 @@ _PIECE_BYTES = 512
 class ParentWatcher:
     """Ends the process, exit code 0, when standard input or the parent has ended, until `tell` names another way.
 
-    parent: the number of the process that started this one, when the watch began.
+    parent: the number of the process that started this one, when the watch began; 0 if it had ended.
     """
 
     def __init__(self, on_end: Callable[[], object] = lambda: os._exit(0)) -> None:
-        self.parent = os.getppid()
+        self.parent = _parent()
         self._lock = threading.Lock()
         self._on_end = on_end
         self._has_ended = False
@@ -62,13 +62,22 @@ class ParentWatcher:
             import psutil
 
             with contextlib.suppress(psutil.Error):
-                psutil.Process(self.parent).wait()
+                if self.parent:
+                    psutil.Process(self.parent).wait()
         else:
             # Not the signal that Linux sends when a parent ends: it comes when a thread does, the one that started us.
             is_orphan = _is_orphan(self.parent)
             while os.getppid() == self.parent and not is_orphan:
                 time.sleep(_LOOK_SECONDS)
         self._end()
+
+
+def _parent() -> int:
+    if sys.platform == "win32":
+        from localinfer.system.windows import starting_process
+
+        return starting_process()
+    return os.getppid()
 
 
 def input_can_end() -> bool:

@@ -37,8 +37,9 @@ _MOST_KEPT_BYTES, _LARGEST_KEPT_BYTES = 32 << 20, 16 << 20
 _MOST_USED_BYTES, _LARGE_BYTES = 64 << 20, 4 << 20
 """Of large ones that texts are held to now."""
 _LEAST_BYTES = 1 << 16
-_MOST_BYTES_PER_SECOND, _USUAL_BYTES_PER_SECOND = 1 << 30, 200 << 20
-"""Memory of a compilation by its processor time: at most, and where the heap cannot be measured."""
+_MOST_BYTES_PER_SECOND, _USUAL_BYTES_PER_SECOND, _FREE_SECONDS = 1 << 30, 500 << 20, 1e-3
+"""Memory of a compilation by its processor time: at most; and where the heap cannot be measured, as large ones take
+it after the time that small ones take."""
 _MOST_AT_ONCE = 2
 _MOST_LATE = 2
 """Compilations that took too long and cannot be stopped: while so many still run, no other begins."""
@@ -211,7 +212,7 @@ def _measured(trie: "VocabularyTrie", grammar: str, what: str) -> _Compiled:
     heap, began = heap_bytes(), time.thread_time()
     matcher = _compile(trie, grammar, what)
     seconds = time.thread_time() - began
-    grown = heap_bytes() - heap if heap else seconds * _USUAL_BYTES_PER_SECOND
+    grown = heap_bytes() - heap if heap else max(0.0, seconds - _FREE_SECONDS) * _USUAL_BYTES_PER_SECOND
     return _Compiled(matcher, max(_LEAST_BYTES, len(grammar), int(min(grown, seconds * _MOST_BYTES_PER_SECOND))))
 
 

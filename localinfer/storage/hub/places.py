@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from localinfer.storage.hub.variants import Repository, StoredFile
+from localinfer.system import disk
 from localinfer.system.files import delete_abandoned, write_atomically
 from localinfer.system.folders import user_folder
 
@@ -78,9 +79,17 @@ def _hub_cache(home: Path | None) -> Path | None:
 _PREFIX = "models--"
 
 
+_ROOM = 180
+"""Characters of a path in a repository's folder: "snapshots", a commit, and a file's own path."""
+
+
 def repository_folder(cache: Path, repo: str) -> Path:
     """The folder of `org/repo`."""
-    return cache / f"{_PREFIX}{repo.replace('/', '--')}"
+    return _with_room(cache / f"{_PREFIX}{repo.replace('/', '--')}")
+
+
+def _with_room(folder: Path) -> Path:
+    return Path(disk.path_with_room(folder, _ROOM))
 
 
 def blob_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
@@ -104,7 +113,7 @@ def set_main(cache: Path, repository: Repository) -> None:
 
 def snapshots(cache: Path) -> Iterator[tuple[str, Path]]:
     """Name and folder of each repository's newest snapshot: the one of `main`, or else the one changed last."""
-    for folder in _entries(cache):
+    for folder in map(_with_room, _entries(cache)):
         if not folder.name.startswith(_PREFIX):
             continue
         repo = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)

@@ -9,7 +9,7 @@ import pytest
 
 from localinfer import terminal as progress_module
 from localinfer.loading.imports import shown_progress
-from localinfer.terminal import CLEAR_LINE, Pace, Progress, with_time_left
+from localinfer.terminal import CLEAR_LINE, Pace, Progress, draws, with_time_left
 from tests.support.limits import seconds, set_clock
 
 
@@ -152,3 +152,10 @@ def test_closed_progress_draws_nothing_later(monkeypatch):
     while threading.active_count() > num_threads and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert terminal.getvalue() == ""
+
+
+def test_a_terminal_that_the_host_program_shows_is_drawn_on_where_windows_asks_consoles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert draws(Terminal()) and not draws(io.StringIO())

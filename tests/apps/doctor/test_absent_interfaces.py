@@ -6,6 +6,7 @@ import errno
 import io
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +129,7 @@ def test_a_machine_that_lacks_an_interface_loads_answers_and_reports(
     assert unknown == (["load"] if machine in ("no /proc", "all of these") else [])
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no sysconf")
 def test_a_machine_that_says_nothing_of_its_memory_is_taken_to_have_some(monkeypatch: Patch) -> None:
     def unreadable() -> Any:
         raise FileNotFoundError(errno.ENOENT, "no such file", "/proc/meminfo")
