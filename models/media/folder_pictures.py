@@ -15,6 +15,7 @@ from localinfer.models.media import folder_sizes as sizes
 from localinfer.models.media.cuts import Canvas, Cut, Plan, tiles
 from localinfer.models.media.folder_settings import MAX_AREA, PartSettings, ProcessorSettings
 from localinfer.models.media.folder_sizes import Size
+from localinfer.models.media.tile_packing import fewer
 
 _NEAREST, _LANCZOS, _BILINEAR, _BICUBIC = 0, 1, 2, 3
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -441,26 +442,17 @@ def _llava_next(settings: ProcessorSettings) -> Plan:
         processor = settings.processor.over({"num_additional_image_tokens": 0})
         extra = processor.integer("num_additional_image_tokens", low=0) - (_selection(settings) == "default")
     pinpoints = _pinpoints(picture)
-    most = _most_tiles(settings) if settings.model_type == "llava_onevision" else 0
+    most = most_tiles(settings)
 
     def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:
         canvas = sizes.best_pinpoint(width, height, pinpoints)
         resized = sizes.inside_rounded_up(width, height, canvas)
         offset = (canvas[0] - resized[0]) // 2, (canvas[1] - resized[1]) // 2
         kept = sizes.unpadded(width, height, (canvas[0] // tile * side, canvas[1] // tile * side))
-        shrunk = kept
-        if most and (ratio := sqrt(kept[0] * kept[1] / (most * side**2))) > 1.1:
-            shrunk = int(kept[0] // ratio), int(kept[1] // ratio)
+        shrunk = fewer(kept, side, most)
         whole = ((base, base),) if base == tile else ((base, base), (tile, tile))
-        return (
-            Cut(whole, side * side + extra),
-            Cut(
-                (resized,),
-                (shrunk[0] + 1) * shrunk[1],
-                canvas=Canvas(canvas, offset),
-                kept=kept,
-            ),
-        )
+        packed = Cut((resized,), (shrunk[0] + 1) * shrunk[1], canvas=Canvas(canvas, offset), kept=kept)
+        return Cut(whole, side * side + extra), packed
 
     return plan
 
@@ -479,8 +471,10 @@ def _pinpoints(picture: PartSettings) -> list[Size]:
     return [(width, height) for height, width in pairs]
 
 
-def _most_tiles(settings: ProcessorSettings) -> int:
-    """The number of tiles whose embeddings are not shrunk."""
+def most_tiles(settings: ProcessorSettings) -> int:
+    """The number of tiles whose embeddings are not made fewer; 0: any."""
+    if settings.model_type != "llava_onevision":
+        return 0
     word = settings.processor.text("vision_aspect_ratio") or settings.config.text("vision_aspect_ratio", "anyres_max_9")
     count = word.removeprefix("anyres_max_")
     if not count.isdecimal() or not 0 < int(count) <= 1 << 10:

@@ -106,12 +106,11 @@ def expand(prompt: str, media: Sequence[tuple[str, Sequence[PreparedMedia]]]) ->
     return tuple(joined)
 
 
-def picture_family(settings: ProcessorSettings) -> SeeingFamily | None:
-    """The family that prepares a folder's pictures; None for a folder that sees nothing, as far as is known."""
+def family_name(settings: ProcessorSettings) -> str:
+    """The type of a folder; `pixtral` for a `llava` with that tower."""
     name = settings.model_type
-    if name == "llava" and settings.part("vision_config").text("model_type") == "pixtral":
-        name = "pixtral"
-    return PICTURE_FAMILIES.get(name)
+    is_pixtral = name == "llava" and settings.part("vision_config").text("model_type") == "pixtral"
+    return "pixtral" if is_pixtral else name
 
 
 def read_picture_processor(folder: JsonFolder) -> PictureProcessor:
@@ -120,7 +119,7 @@ def read_picture_processor(folder: JsonFolder) -> PictureProcessor:
     Raises: UnsupportedFormatError if its family does not see here; CorruptFileError naming a setting.
     """
     settings = read_processor_settings(folder)
-    family = picture_family(settings)
+    family = PICTURE_FAMILIES.get(family_name(settings))
     if family is None:
         raise UnsupportedFormatError(
             f"config.json: model_type is {settings.model_type!r:.60}, whose pictures this version does not read from "
