@@ -74,7 +74,11 @@ class MediaEncoder:
                 f"a {'sound' if piece.is_sound else 'picture'} was given, and the mmproj file has no encoder for it; "
                 "use a model that has one"
             )
-        rows = self._pictures.encode(piece.values)
+        rows = (
+            self._pictures.encode(piece.values)
+            if piece.kept is None
+            else self._pictures.encode_tiles(piece.values, piece.kept)
+        )
         if len(rows) != piece.num_rows:
             raise RequestError(
                 f"a picture of {list(piece.values.shape)} gives {len(rows)} embeddings, and its layout says "

@@ -7,11 +7,11 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Change, Moved
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
-    SoundProcessor,
     family_name,
     read_picture_processor,
 )
 from localinfer.models.media.folder_settings import read_processor_settings
+from localinfer.models.media.folder_sounds import SoundProcessor
 from localinfer.models.media.folder_towers import TOWER_FAMILIES, Tower, picture_config, vision_settings
 from localinfer.models.media.mmproj import MediaConfig
 from localinfer.models.media.tower_file import TowerFile
@@ -23,7 +23,7 @@ TokenId = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class FolderMedia:
-    """What a folder has beside its text model."""
+    """Parts of a folder beside its text model."""
 
     pictures: PictureProcessor | None
     """Prepares pictures; None if the model sees nothing."""

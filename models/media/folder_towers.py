@@ -54,7 +54,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class TowerFamily:
-    """How a family's tower that sees is read."""
+    """Reading of a family's tower that sees."""
 
     projector: str
     """Kind of projector, as an mmproj file would name it."""
@@ -313,7 +313,9 @@ _GLM = TowerFamily(
 
 def _clip_names(parts: tuple[str, ...], projector: Targets, unused: str = "") -> Callable[..., TowerNames]:
     """Names of a SigLIP or CLIP tower whose states are taken before its last norm."""
-    found = TowerNames(parts, _siglip(parts[0], False) | dict(projector), rf"{parts[0]}\.(post_layernorm|head)\..*{unused}")
+    found = TowerNames(
+        parts, _siglip(parts[0], False) | dict(projector), rf"{parts[0]}\.(post_layernorm|head)\..*{unused}"
+    )
     return lambda settings, vision: found
 
 
@@ -400,7 +402,9 @@ def _pixtral_projector(root: str) -> Targets:
 
 def _pixtral_fields(tower: Tower) -> dict[str, Any]:
     config = tower.settings.config.over({"spatial_merge_size": 2, "projector_hidden_act": "gelu"})
-    text = tower.settings.part("text_config").over({"rms_norm_eps": 1e-6 if tower.settings.model_type == "lighton_ocr" else 1e-5})
+    text = tower.settings.part("text_config").over(
+        {"rms_norm_eps": 1e-6 if tower.settings.model_type == "lighton_ocr" else 1e-5}
+    )
     has_merger = "mm.patch_merger.weight" in tower.file.tensors
     return {
         "merge": config.integer("spatial_merge_size", high=64) if has_merger else 1,
@@ -771,7 +775,10 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         TowerFamily("mlp", _clip_names(_LLAVA_PARTS, _LLAVA_PROJECTOR), _CLIP_CLASS, _llava_fields),
     ),
     "llava_onevision": TowerFamily(
-        "mlp", _clip_names(_LLAVA_PARTS, _LLAVA_PROJECTOR), _SIGLIP_CLASS | {"patch_size": 14, "image_size": 384}, _llava_fields
+        "mlp",
+        _clip_names(_LLAVA_PARTS, _LLAVA_PROJECTOR),
+        _SIGLIP_CLASS | {"patch_size": 14, "image_size": 384},
+        _llava_fields,
     ),
     "lfm2_vl": TowerFamily("lfm2", _lfm2_names, _SIGLIP_CLASS, _lfm2_fields),
     "llama4": TowerFamily(

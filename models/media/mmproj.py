@@ -61,6 +61,10 @@ PICTURE_PROJECTORS = {
 }
 """Kinds that run, by `projector_type`."""
 
+FOLDER_PROJECTORS = {"gated": Projector("mm.down.weight")}
+"""Kinds of folders that no mmproj file has: rows joined, a norm where there is one, and silu(gate) * up between two
+matrices."""
+
 SOUND_PROJECTORS = {
     "ultravox": Projector("mm.a.mlp.2.weight", merge_key="projector.stack_factor", merge=8),
     "voxtral": Projector("mm.a.mlp.2.weight", merge_key="projector.stack_factor", merge=4),
@@ -163,6 +167,8 @@ class PictureConfig(EncoderSizes):
     """Side of a window in pixels."""
     joins_columns_first: bool = True
     """True if blocks of patches follow each other down in Llama 4, False if they do across."""
+    table_resize: str = ""
+    """Way to bring learned positions to another size, a value of `Resize`; empty: the family's."""
     rounds_pixels: bool = False
     """True if every step from bytes to normalised values is rounded to bfloat16."""
 

@@ -81,6 +81,8 @@ class Resize(Enum):
 
     CORNERS = "corners"
     """Linear, the corners of both on each other (torch's align_corners)."""
+    LINEAR = "linear"
+    """Linear between the two nearest entries, their middles on each other's, also where the table shrinks."""
     ANTIALIAS = "antialias"
     """Linear, over a support as wide as the step where the table shrinks."""
     BICUBIC = "bicubic"
@@ -89,6 +91,13 @@ class Resize(Enum):
 
 def _corners(size: int, wanted: int) -> tuple[Indices, Float64Array]:
     x = np.arange(wanted) * ((size - 1) / max(wanted - 1, 1))
+    low = np.minimum(x.astype(np.int64), size - 1)
+    share = x - low
+    return np.stack([low, np.minimum(low + 1, size - 1)], axis=1), np.stack([1.0 - share, share], axis=1)
+
+
+def _linear(size: int, wanted: int) -> tuple[Indices, Float64Array]:
+    x = np.maximum((np.arange(wanted) + 0.5) * (size / wanted) - 0.5, 0.0)
     low = np.minimum(x.astype(np.int64), size - 1)
     share = x - low
     return np.stack([low, np.minimum(low + 1, size - 1)], axis=1), np.stack([1.0 - share, share], axis=1)
@@ -118,6 +127,7 @@ def _bicubic(size: int, wanted: int) -> tuple[Indices, Float64Array]:
 
 _AXES: dict[Resize, Callable[[int, int], tuple[Indices, Float64Array]]] = {
     Resize.CORNERS: _corners,
+    Resize.LINEAR: _linear,
     Resize.ANTIALIAS: _antialias,
     Resize.BICUBIC: _bicubic,
 }

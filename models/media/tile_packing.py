@@ -1,6 +1,6 @@
 """Embeddings of a picture that was cut into tiles and is one again behind its encoder (LLaVA-NeXT, LLaVA-OneVision).
 
-Tiles lie side by side as they were cut; rows and columns that are padding are left out, and a learned row ends each line.
+Tiles lie side by side as they were cut; rows and columns of padding are left out, and a learned row ends each line.
 Source: LLaVA-NeXT, https://llava-vl.github.io/blog/2024-01-30-llava-next; LLaVA-OneVision, arXiv 2408.03326, section 3.
 """
 
@@ -32,11 +32,13 @@ def encode_tiles(
     height, width = pixels.shape[:2]
     if height % side or width % side or not height or not width:
         raise RequestError(
-            f"a picture of {width} x {height} pixels was given to the encoder; wanted tiles of {side}: let its layout be "
-            "made first"
+            f"a picture of {width} x {height} pixels was given to the encoder; wanted tiles of {side}: let its "
+            "layout be made first"
         )
     lines = [
-        np.concatenate([_square(encode(pixels[top : top + side, left : left + side])) for left in range(0, width, side)], 1)
+        np.concatenate(
+            [_square(encode(pixels[top : top + side, left : left + side])) for left in range(0, width, side)], 1
+        )
         for top in range(0, height, side)
     ]
     found = np.concatenate(lines)

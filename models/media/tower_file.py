@@ -1,6 +1,6 @@
 """The towers of a Hugging Face folder, read as the mmproj file that they would convert to.
 
-Names of modules differ between the layouts that writers of transformers used: parts stand inside `model.`, `thinker.` or
+Names of modules differ between layouts that writers of transformers used: parts stand inside `model.`, `thinker.` or
 nothing, and a tower may have a further `vision_model.`. Without these words they are one, which a family's table turns
 into GGUF's names.
 """
@@ -163,8 +163,8 @@ class TowerFile:
         info = self._folder.tensor(stored)
         if info.dtype not in _TYPES:
             raise UnsupportedFormatError(
-                f"{stored} is {info.dtype}; this version runs towers of F16, BF16 and F32 weights. Choose a copy of the "
-                "model whose towers are not quantized."
+                f"{stored} is {info.dtype}; this version runs towers of F16, BF16 and F32 weights. Choose a copy of "
+                "the model whose towers are not quantized."
             )
         try:
             shape = _shape(info.shape) if change is None else change.shape(_shape(info.shape))

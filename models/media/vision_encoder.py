@@ -26,13 +26,12 @@ from localinfer.models.media.patch_positions import (
 )
 from localinfer.models.media.resampler import Resampler
 from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer
+from localinfer.models.media.tile_packing import encode_tiles
 from localinfer.models.media.vision_blocks import ACTIVATIONS, BlockShape, optional_norm, write_block
 from localinfer.models.media.vision_families import FAMILIES, Table, VisionFamily, write_deepstack
 from localinfer.models.media.window_merger import WindowMerger
 from localinfer.types import FloatArray
 
-_BUCKETS = 70
-"""Side of the table of positions of MiniCPM-V."""
 _LARGE_RMS = (3200, 45)
 """Width and blocks of the one InternViT whose norms have no mean; nothing else in its files says so."""
 
@@ -107,6 +106,12 @@ class VisionEncoder:
             return self._projector.run([patches, positions[order]])[0].copy()
         rows = self._run_blocks(patches, None if positions is None else positions[order], grid, order, ends)
         return self._project(rows, grid, order)
+
+    def encode_tiles(self, pixels: NDArray[np.uint8], kept: Grid) -> FloatArray:
+        """Embeddings of a picture in tiles, of which `kept` rows and columns are no padding."""
+        config = self._config
+        line_end = self._weights.values("model.image_newline", config.output_size)
+        return encode_tiles(pixels, config.image_size, kept, line_end, config.max_tiles, self.encode)
 
     def close(self) -> None:
         """Give up programs and buffers."""
@@ -204,7 +209,8 @@ class VisionEncoder:
             return None
         rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
         if isinstance(self._family.table, Resize):
-            return resized_table(table, grid, self._family.table)
+            kind = Resize(self._config.table_resize) if self._config.table_resize else self._family.table
+            return resized_table(table, grid, kind)
         if self._family.table is Table.AXES:
             if max(grid) > table.shape[1]:
                 raise RequestError(
@@ -214,7 +220,8 @@ class VisionEncoder:
             added: FloatArray = table[0][columns] + table[1][rows]
             return added
         if self._family.table is Table.BUCKETS:
-            nearest: FloatArray = table[rows * _BUCKETS // grid[0] * _BUCKETS + columns * _BUCKETS // grid[1]]
+            side = round(len(table) ** 0.5)
+            nearest: FloatArray = table[rows * side // grid[0] * side + columns * side // grid[1]]
             return nearest
         if len(table) != len(rows) + self._has_class_row:
             raise RequestError(
@@ -276,9 +283,7 @@ class VisionEncoder:
         shape = self._weights.shape(name)
         if kind is Table.AXES:
             return self._weights.values(name, 2, shape[1] if len(shape) == 3 else 0, width)
-        if kind is Table.BUCKETS:
-            return self._weights.values(name, _BUCKETS * _BUCKETS, width)
-        if not isinstance(kind, Resize):
+        if kind is not Table.BUCKETS and not isinstance(kind, Resize):
             return self._weights.values(name, shape[0], width)
         side = round(shape[0] ** 0.5)
         sides = shape[:2] if len(shape) == 3 else (side, side)
@@ -287,9 +292,8 @@ class VisionEncoder:
                 f"tensor {name!r} has {shape[0]} positions; wanted a square of them: convert the model's mmproj file "
                 "again, or download another copy"
             )
-        return self._weights.values(name, *((*sides, width) if len(shape) == 3 else (shape[0], width))).reshape(
-            *sides, width
-        )
+        table = self._weights.values(name, *((*sides, width) if len(shape) == 3 else (shape[0], width)))
+        return table if kind is Table.BUCKETS else table.reshape(*sides, width)
 
     def _read_patches(self) -> tuple[FloatArray, FloatArray | None]:
         """The kernel as a matrix of patches, of both frames where a still stands for two, and its bias."""

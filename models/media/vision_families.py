@@ -30,7 +30,7 @@ class Table(Enum):
     AXES = "axes"
     """A table of columns and one of rows, which are added."""
     BUCKETS = "buckets"
-    """A square of 70 x 70, of which each patch takes the nearest entry."""
+    """A square of any size, of which each patch takes the entry that it lies in."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,12 @@ def _glm4v(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     return writer.linear(x, "mm.down", "embeddings", config.output_size)
 
 
+def _gated(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
+    inner = writer.weights.width_of("mm.gate.weight")
+    gates, ups = writer.linears(x, ["mm.gate", "mm.up"], ["gates", "inner"], [inner, inner])
+    return writer.linear(writer.gated(x, gates, ups, Activation.SILU), "mm.down", "embeddings", config.output_size)
+
+
 def _dots_ocr(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     width = x.width // config.merge**2
     x = writer.rms_norm(x, "mm.post_norm", "normalised", config.norm_epsilon, width)
@@ -234,6 +240,7 @@ FAMILIES: dict[str, VisionFamily] = {
     ),
     "dots_ocr": VisionFamily(_dots_ocr, rotary=Rotary.QWEN, has_rms_norms=True),
     "janus_pro": VisionFamily(_by_config(lambda kind: _names("mm.0", "mm.1", kind)), Table.FIXED),
+    "gated": VisionFamily(_after_norm("mm.input_norm", _gated), Table.FIXED),
     "minicpmv4_6": VisionFamily(_after_norm("mm.input_norm", _names("mm.up", "mm.down", _ERF), None), Table.BUCKETS),
     "resampler": VisionFamily(_QWEN, Table.BUCKETS, may_swap_ffn=True),
 }

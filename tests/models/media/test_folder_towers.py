@@ -1,0 +1,221 @@
+"""Towers of folders compute what transformers computes, from the tensors and settings as they were published."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
+from localinfer.models.media.encoder import MediaEncoder
+from localinfer.models.media.folder_media import FolderMedia, open_folder_media
+from localinfer.models.media.folder_towers import TOWER_FAMILIES
+from localinfer.models.media.patch_positions import Resize, resized_table
+from localinfer.models.media.records import EncoderInput
+from localinfer.models.media.tile_packing import encode_tiles, fewer
+from localinfer.models.media.tower_file import To, TowerFile, TowerNames, canonical_name
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.quant.checkpoint.folder import CheckpointFolder, StoredTensor, open_folder
+from localinfer.types import FloatArray
+from tests.models.media.conftest import MediaFolders
+
+SEE = (
+    "aya_vision cohere2_vision gemma3 gemma4 glm4v glm_ocr idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava"
+    " llava_next llava_onevision minicpmv4_6 ministral3 mistral3 paddleocr_vl paligemma pixtral qwen2_5_omni qwen2_5_vl"
+    " qwen2_vl qwen3_5 qwen3_omni_moe qwen3_vl smolvlm"
+).split()
+"""The mixtures' towers are those of their dense kin."""
+BREAKS = {"mistral3": 28, "ministral3": 28, "pixtral": 14}
+"""Pixels a row of embeddings has in each, which a row of the encoder's follows."""
+RESIZED_BY_TORCHVISION = ("cohere2_vision", "lfm2_vl", "llama4")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPool]:
+    found = ThreadPool(1)
+    yield found
+    found.close()
+
+
+def _open(folder: CheckpointFolder) -> FolderMedia:
+    return open_folder_media(folder, Tokenizer.from_metadata(read_tokenizer(folder, 416)).token_id)
+
+
+def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
+    assert found.shape == wanted.shape
+    difference = found.astype(np.float64) - wanted
+    return float(np.square(difference).sum() / np.square(wanted.astype(np.float64)).sum())
+
+
+def _saved_bytes(media: FolderMedia, pixels: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
+    """Bytes of which normalised pixels were made, [pictures, height, width, 3]."""
+    assert media.pictures is not None
+    mean, std = np.float32(media.pictures.mean), np.float32(media.pictures.std)
+    if name == "lfm2_vl":
+        return np.rint((pixels * std[0] + mean[0]) * 255).astype(np.uint8)
+    return np.rint((pixels.transpose(0, 2, 3, 1) * std + mean) * 255).clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", SEE)
+def test_embeddings_are_the_references(media_folders: MediaFolders, pool: ThreadPool, name: str) -> None:
+    reference = media_folders.reference(name)
+    with open_folder(media_folders.path(name)) as folder:
+        media = _open(folder)
+        assert media.pictures is not None
+        encoder = MediaEncoder(media.config, media.file, pool)
+        for label, numbers in (("one", (0,)), ("two", (1, 2))):
+            if f"{label}.image_embeddings" not in reference:
+                continue
+            rows: list[FloatArray] = []
+            for index, number in enumerate(numbers):
+                found = media.pictures.lay_out(media_folders.picture(name, number), index)
+                inputs = [piece for piece in found.pieces if isinstance(piece, EncoderInput)]
+                if name in RESIZED_BY_TORCHVISION:
+                    inputs = _as_saved(media, inputs, reference, number, name)
+                for entry in inputs:
+                    encoded = encoder.encode(entry)
+                    if name in BREAKS:
+                        columns = entry.values.shape[1] // BREAKS[name]
+                        encoded = encoded[np.arange(len(encoded)) % (columns + 1) != columns]
+                    rows.append(encoded.copy())
+            joined = np.concatenate(rows)
+            wanted = [reference[f"{label}.image_embeddings"].reshape(-1, 64)]
+            wanted += [reference[key] for part in range(8) if (key := f"{label}.image_deepstack{part}") in reference]
+            assert joined.shape[1] == encoder.width == 64 * len(wanted)
+            assert _error(joined, np.concatenate(wanted, axis=1)) < 1e-6
+        encoder.close()
+
+
+def _as_saved(
+    media: FolderMedia, inputs: list[EncoderInput], reference: Mapping[str, NDArray[Any]], number: int, name: str
+) -> list[EncoderInput]:
+    """Inputs with the reference's bytes, which torchvision resized; pictures of which few rows are kept as they are."""
+    pixels = reference.get(f"picture{number}.pixel_values")
+    if pixels is None:
+        return inputs
+    found = _saved_bytes(media, pixels.reshape(-1, *pixels.shape[-(2 if name == "lfm2_vl" else 3) :]), name)
+    made = []
+    for entry, saved in zip(inputs, found, strict=True):
+        height, width = entry.values.shape[:2]
+        if name == "lfm2_vl":
+            rows, columns = height // 16, width // 16
+            patches = saved[: rows * columns].reshape(rows, columns, 16, 16, 3)
+            saved = patches.swapaxes(1, 2).reshape(height, width, 3)
+        made.append(replace(entry, values=np.ascontiguousarray(saved)))
+    return made
+
+
+@dataclass
+class NamedTensors:
+    """A folder of which only the names, types and shapes of tensors are known."""
+
+    tensors: dict[str, StoredTensor]
+    path: Path = Path("model")
+    paths: tuple[Path, ...] = ()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """One of them."""
+        return self.tensors[name]
+
+
+def _renamed(name: str, layout: str) -> str:
+    """A tensor's name as other writers have it."""
+    bare = name.removeprefix("model.")
+    if layout == "4.52":
+        return f"model.{bare}" if not bare.startswith("lm_head") else bare
+    if layout == "5":
+        return bare.replace("vision_tower.vision_model.", "vision_tower.")
+    return f"thinker.{bare}"
+
+
+@pytest.mark.parametrize("layout", ["4.52", "5", "thinker"])
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_vl", "qwen3_vl", "mistral3", "internvl"])
+def test_towers_are_found_in_every_layout(media_folders: MediaFolders, name: str, layout: str) -> None:
+    with open_folder(media_folders.path(name)) as folder:
+        media = _open(folder)
+        names = _names(folder, name)
+        renamed = {_renamed(stored, layout): replace(info) for stored, info in folder.tensors.items()}
+        found = TowerFile(NamedTensors(renamed), names)  # type: ignore[arg-type]
+        extra = {"v.token_embd.img_break"}
+        assert {name: shape for name, shape in media.file.shapes.items() if name not in extra} == found.shapes
+
+
+def _names(folder: CheckpointFolder, name: str) -> TowerNames:
+    from localinfer.models.media.folder_settings import read_processor_settings
+    from localinfer.models.media.folder_towers import vision_settings
+
+    settings = read_processor_settings(folder)
+    family = TOWER_FAMILIES[name]
+    return family.names(settings, vision_settings(settings, family))
+
+
+def test_names_are_without_the_words_of_their_layout() -> None:
+    bare = "vision_tower.encoder.layers.0.mlp.fc1.weight"
+    for before in ("", "model.", "thinker.", "vlm.model."):
+        for inside in ("", "vision_model."):
+            assert canonical_name(before + bare.replace("vision_tower.", f"vision_tower.{inside}")) == bare
+
+
+def test_a_tensor_without_a_place_is_named() -> None:
+    info = StoredTensor("tower.more.weight", "F32", (2, 2), 0, 16)
+    with pytest.raises(UnsupportedFormatError, match=r"tower\.more\.weight"):
+        TowerFile(NamedTensors({info.name: info}), TowerNames(("tower",), {}))  # type: ignore[arg-type]
+    kept = TowerFile(NamedTensors({info.name: info}), TowerNames(("tower",), {}, r"tower\.more\..*"))  # type: ignore[arg-type]
+    assert not kept.tensors
+
+
+def test_types_of_quantized_towers_are_refused() -> None:
+    info = StoredTensor("tower.a.weight", "I8", (2, 2), 0, 4)
+    names = TowerNames(("tower",), {"tower.a": To("v.a")})
+    with pytest.raises(UnsupportedFormatError, match="I8"):
+        TowerFile(NamedTensors({info.name: info}), names)  # type: ignore[arg-type]
+
+
+def test_what_is_no_model_that_sees_is_refused_in_one_line(media_folders: MediaFolders) -> None:
+    with open_folder(media_folders.path("qwen2_vl")) as folder:
+        folder.config["model_type"] = "qwen2"
+        with pytest.raises(UnsupportedFormatError, match="its text runs") as caught:
+            _open(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen2_vl", "num_heads", 3),
+        ("qwen2_vl", "hidden_act", "relu6"),
+        ("qwen3_vl", "deepstack_visual_indexes", ["a"]),
+        ("qwen2_5_vl", "fullatt_block_indexes", 3),
+        ("gemma3", "layer_norm_eps", "small"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(media_folders: MediaFolders, name: str, key: str, value: object) -> None:
+    with open_folder(media_folders.path(name)) as folder:
+        folder.config["vision_config"][key] = value
+        with pytest.raises((CorruptFileError, UnsupportedFormatError), match=key):
+            _open(folder)
+
+
+def test_kept_rows_are_the_middle_of_the_tiles() -> None:
+    pixels = np.arange(4 * 8, dtype=np.uint8).reshape(4, 8, 1).repeat(3, 2)
+
+    def encode(tile: NDArray[np.uint8]) -> FloatArray:
+        return tile[..., :1].reshape(-1, 1).astype(np.float32)
+
+    found = encode_tiles(pixels, 4, (2, 8), np.float32([-1.0]), 0, encode)
+    assert np.array_equal(found.reshape(2, 9)[:, :8], pixels[1:3, :, 0])
+    assert (found.reshape(2, 9)[:, 8] == -1).all()
+    # Two tiles' worth of rows, of which those of one may stay.
+    assert fewer((4, 8), 4, 1) == (2, 5) and fewer((4, 8), 4, 2) == (4, 8)
+    assert len(encode_tiles(pixels, 4, (4, 8), np.float32([-1.0]), 1, encode)) == 2 * 6
+
+
+def test_linear_tables_take_the_two_nearest_entries() -> None:
+    table = np.arange(4, dtype=np.float32).reshape(1, 4, 1)
+    assert np.allclose(resized_table(table, (1, 2), Resize.LINEAR)[:, 0], [0.5, 2.5])
+    assert np.allclose(resized_table(table, (1, 8), Resize.LINEAR)[:2, 0], [0.0, 0.25])
