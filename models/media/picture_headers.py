@@ -38,7 +38,7 @@ _KEPT_SEGMENTS = frozenset((0xE0, 0xEE))
 
 @dataclass(frozen=True)
 class PictureHeader:
-    """What is known of a picture file before it is decoded."""
+    """Facts about a picture file that is not decoded yet."""
 
     format: str
     """One of `FORMATS`."""

@@ -58,12 +58,12 @@ class TileTexts:
 
 @dataclass(frozen=True)
 class PictureFamily:
-    """How a family of encoders reads pictures."""
+    """A family of encoders of pictures."""
 
     size_rule: _SizeRule
     """From a picture's size, the settings and the least and greatest area to what is encoded; an area of 0 is none."""
     texts: tuple[tuple[str, str], ...] = (("", ""),)
-    """What begins and ends a picture: the first pair whose begin is a token, else the last."""
+    """Begin and end of a picture: the first pair whose begin is a token, else the last."""
     tile_texts: TileTexts = field(default_factory=TileTexts)
     """Around its parts."""
     tokens: tuple[int, int] = (0, 0)
@@ -292,7 +292,7 @@ def outline(
     max_tokens: int | None = None,
     has_token: Callable[[str], bool] | None = None,
 ) -> list[str | InputSize]:
-    """What stands in a prompt for a picture of this size: the pieces of `lay_out`, of inputs their sizes."""
+    """The pieces of `lay_out` for a picture of this size, with sizes in place of inputs."""
     plan = _Plan(width, height, config, min_tokens, max_tokens)
     tiling = plan.tiling
     tiles = [plan.input_size(tiling.tile_size)] * (tiling.columns * tiling.rows) if tiling.canvas else []
@@ -318,7 +318,7 @@ def _has_areas(family: PictureFamily, config: PictureConfig) -> bool:
 
 
 class _Plan:
-    """What is made of a picture of one size."""
+    """Tiles, sizes and texts for pictures of one size."""
 
     def __init__(
         self, width: int, height: int, config: MediaConfig, min_tokens: int | None, max_tokens: int | None

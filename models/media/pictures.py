@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PictureSource: TypeAlias = "Source | NDArray[Any] | Image"
-"""What a picture is read from: a path, bytes, an open file, an image of Pillow, or an array: uint8 or uint16, of shape
-[height, width] or with 1, 3 or 4 channels."""
+"""A path, bytes, an open file, an image of Pillow, or an array: uint8 or uint16, of shape [height, width] or with 1, 3
+or 4 channels."""
 
 # Classes of Pillow by format. Its own choice of a class would take those of other packages, too.
 _DECODERS = {
@@ -43,7 +43,7 @@ _WHITE = 255
 
 @dataclass(frozen=True)
 class PictureLimits:
-    """What a picture may have at most, as it is given."""
+    """Greatest sizes of a picture as it is given."""
 
     max_bytes: int = 64 << 20
     """Bytes of its file."""
@@ -69,7 +69,7 @@ class Picture:
     pixels: Pixels
     """RGB, uint8 [height, width, 3]."""
     notices: tuple[str, ...] = ()
-    """What was left out, in words."""
+    """Parts that were left out, in words."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _decode(header: PictureHeader) -> Picture:
 
 
 def _guarded(what: str, run: Callable[[], Any]) -> Any:
-    """What a decoder gives, or its error in our words."""
+    """Run a decoder; its errors are raised in our words."""
     try:
         return run()
     except MemoryError as error:

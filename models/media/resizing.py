@@ -42,7 +42,7 @@ class Fit:
     offset: tuple[int, int]
     """Left and top edge of the picture on the canvas."""
     filter: Filter
-    """How it is resized."""
+    """Kind of resizing."""
     color: Color = BLACK
     """Of the canvas around the picture."""
 

@@ -19,8 +19,8 @@ from localinfer.models.media.spectrograms import RATE, Samples
 from localinfer.system.extras import require
 
 SoundSource: TypeAlias = "Source | NDArray[Any]"
-"""What a sound is read from: a path, bytes, an open file, or an array [samples] or [samples, channels] of floats, or of
-int16 or int32, whose rate is then given."""
+"""A path, bytes, an open file, or an array [samples] or [samples, channels] of floats, or of int16 or int32, whose rate
+is then given."""
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "AIFF")
 """Formats that are read, by libsndfile's names; OGG with Vorbis or Opus."""
@@ -33,7 +33,7 @@ _HEADERS = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"FORM", b"ID3", b"\xff\xfb", b"
 
 @dataclass(frozen=True)
 class SoundLimits:
-    """What a sound may have at most, as it is given."""
+    """Greatest sizes of a sound as it is given."""
 
     max_bytes: int = 256 << 20
     """Bytes of its file."""
@@ -166,7 +166,7 @@ def _collect(blocks: Iterator[NDArray[Any]], rate: int, limits: SoundLimits) -> 
 
 
 def _resampler(rate: int) -> Any:
-    """What resamples to 16 kHz; None at that rate."""
+    """A stream that resamples to 16 kHz; None at that rate."""
     if rate == RATE:
         return None
     require("media", f"Resampling a sound of {rate} Hz", ("soxr",))

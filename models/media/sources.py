@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Literal
 from localinfer.errors import RequestError
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
-"""What bytes are read from: a path, the bytes themselves, or a file that is open for reading them."""
+"""A path, the bytes themselves, or a file that is open for reading them."""
 Field = Literal["image", "audio"]
 """Members of a request."""
 

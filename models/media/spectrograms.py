@@ -186,7 +186,7 @@ def _halved(count: int, times: int) -> int:
 
 @dataclass(frozen=True)
 class SoundFamily:
-    """How a family of encoders reads sounds."""
+    """A family of encoders of sounds."""
 
     stretches: Callable[[Features, int], Iterator[Features]]
     """From samples and the values of a frame to the frames of each stretch that is encoded alone."""

@@ -28,7 +28,7 @@ _LFM2_TILE, _LFM2_TILES, _LFM2_TOLERANCE = 512, range(2, 11), 2
 
 @dataclass(frozen=True)
 class Tiling:
-    """What is encoded of a picture."""
+    """Parts of a picture that are encoded."""
 
     whole: tuple[Fit, ...]
     """Steps from the picture to its overview, or to all that there is of it."""
