@@ -99,12 +99,12 @@ class LLM(Closing):
 
         self._model = model
         self._describe = describe
-        self._kv_window = kv_window
+        self._window = kv_window
         self._defaults = DefaultOptions()
         self._engine = Engine(
             model,
             kv_memory=kv_memory,
-            kv_window=kv_window,
+            window=kv_window,
             speculation=speculation,
             limits=EngineLimits() if limits is None else limits,
             observer=observer,
@@ -196,7 +196,7 @@ class LLM(Closing):
         assert self._describe is not None, "made by `load`"
         self._engine.check_usable()
         formats = None if self._chat_model is None else self._chat_model.formats
-        return self._describe(self._model, formats, self._kv_window)
+        return self._describe(self._model, formats, self._window)
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -162,6 +162,18 @@ class ServerOptions:
         group="limits",
     )
     """Seconds in which a first token is wanted; requests for which a later one is predicted are refused."""
+    port: int = _option(8080, "--port", "N", "TCP port; 0: any free one.", int, least=0, most=65535, in_config=False)
+    """0: one that the system chooses."""
+    num_slots: int = _option(
+        16,
+        "--parallel",
+        "N",
+        "Generations that share a step, and slots; others wait.",
+        int,
+        least=1,
+        in_config=False,
+    )
+    """Texts that are generated at one time."""
     serves_page: bool = _option(True, "--no-page", None, "Serve no chat page at /.", bool, in_config=False)
     """True if there is a chat page at `/`, which everybody may read; without, a token is asked for there too."""
     strict_model: bool = _option(

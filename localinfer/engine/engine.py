@@ -70,7 +70,7 @@ class Engine:
         model: "Model",
         *,
         kv_memory: int | None = None,
-        kv_window: KVEviction | None = None,
+        window: KVEviction | None = None,
         speculation: "Speculation | None" = None,
         limits: EngineLimits = _DEFAULT_LIMITS,
         observer: CacheObserver | None = None,
@@ -83,7 +83,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self._is_encoder = model.config.is_encoder
         self.context_length = model.config.context_length
-        self._cache = PrefixCache.for_model(model, kv_memory, kv_window)
+        self._cache = PrefixCache.for_model(model, kv_memory, window)
         if observer is not None:
             self._cache.observe(observer)
         self.pool = self._cache.pool

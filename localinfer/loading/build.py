@@ -153,18 +153,18 @@ def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | No
         return None
 
 
-def model_info(model: "Model", replies: "TemplateFormats | None", kv_window: "KVEviction | None" = None) -> ModelInfo:
+def model_info(model: "Model", replies: "TemplateFormats | None", window: "KVEviction | None" = None) -> ModelInfo:
     """Gather the facts of a loaded model, in some ten milliseconds.
 
-    replies: of its chat template, if it has one. kv_window: what bounds its texts' keys and values.
+    replies: of its chat template, if it has one. window: what bounds its texts' keys and values.
     Raises: ClosedError once the model is closed.
     """
     config, file, template = model.config, model.file, model.chat_template
     tensors = file.tensors.values()
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     plan = plan_memory(file, config, kv_type=model.kv_layout.kv_type)
-    if kv_window is not None:
-        plan = replace(plan, kv_tokens=kv_window.most_tokens)
+    if window is not None:
+        plan = replace(plan, kv_tokens=window.most_tokens)
     name, trained = file.metadata.get("general.name"), file.metadata.get(f"{config.architecture}.context_length")
     source = None if template is None or template.source is None or template.is_fallback else template.source
     # A general form, which stands in for a missing template, says nothing about the model.

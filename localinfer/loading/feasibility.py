@@ -100,7 +100,7 @@ def _placement(options: ModelOptions, file: "ModelFile", config: "ModelConfig") 
         config,
         kv_type=options.kv_type,
         context_length=options.context_length,
-        kv_window=options.kv_window if options.has_window(file, config) else None,
+        window_tokens=options.window_tokens(file, config),
     )
 
 
@@ -121,7 +121,7 @@ def _kernels_of(
         file,
         replace(plan.config, context_length=context_length),
         plan.kv_layout(context_length),
-        has_kv_window=plan.kv_tokens is not None,
+        has_window=plan.kv_tokens is not None,
         assistant=None if options is None else options.assistant,
         changes=None if options is None else options.changes,
     )

@@ -77,15 +77,17 @@ class ModelOptions(HeaderOptions):
         """True if layers for next-token prediction are loaded, if the model brings some."""
         return self.speculation in ("auto", "mtp") and self.draft_path is None and self.kv_window is None
 
-    def has_window(self, file: "ModelFile", config: "ModelConfig") -> bool:
-        """True if texts of an open model evict keys and values; config: with the requested context length.
+    def window_tokens(self, file: "ModelFile", config: "ModelConfig") -> int | None:
+        """Positions that texts of an open model keep between batches, None for all; config: with the requested context
+        length.
 
         Raises: RequestError for a model that has no such window.
         """
         if self.kv_window is None:
-            return False
+            return None
         layout = KVLayout(self.kv_type, kv_layer_shapes(config, parts_windows=True), state_shapes(config))
-        return reason_without_window(self.kv_window, file.path.name, config, layout) is None
+        has_none = reason_without_window(self.kv_window, file.path.name, config, layout) is not None
+        return None if has_none else self.kv_window
 
     def plan(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
         """Memory of the open model on the CPU with its draft model. Raises: ModelFileError and below, RequestError."""
@@ -105,9 +107,10 @@ class ModelOptions(HeaderOptions):
         return self._beside_draft(plan)
 
     def _with_window(self, plan: MemoryPlan, file: "ModelFile", config: "ModelConfig", batch_tokens: int) -> MemoryPlan:
-        if self.kv_window is None or not self.has_window(file, config):
+        tokens = self.window_tokens(file, config)
+        if tokens is None:
             return plan
-        window = planned_window(config, self.kv_window, PAGE_TOKENS, batch_tokens)
+        window = planned_window(config, tokens, PAGE_TOKENS, batch_tokens)
         return replace(plan, kv_tokens=window.most_tokens)
 
     def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:

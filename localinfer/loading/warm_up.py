@@ -85,7 +85,7 @@ def warm_up(
     kernels = needed_kernels(
         path,
         kv_type=kv_type,
-        has_kv_window=kv_window is not None,
+        has_window=kv_window is not None,
         draft_layers=draft is None and kv_window is None,
         assistant=assistant,
     )

@@ -176,10 +176,13 @@ def cpu_only(config: ModelConfig, kv_layout: KVLayout) -> LocalinferError | None
     return None
 
 
-def cached_tokens(config: ModelConfig, context_length: int | None, kv_window: int | None) -> int:
-    """Positions that a GPU's memory for keys and values is planned for; context_length: the requested one."""
+def cached_tokens(config: ModelConfig, context_length: int | None, window_tokens: int | None) -> int:
+    """Positions that a GPU's memory for keys and values is planned for.
+
+    context_length: the requested one. window_tokens: positions that texts keep, None for all.
+    """
     tokens = min(config.context_length, context_length or USUAL_TOKENS)
-    return tokens if kv_window is None else min(tokens, kv_window + 2 * GPU_BATCH_ROWS)
+    return tokens if window_tokens is None else min(tokens, window_tokens + 2 * GPU_BATCH_ROWS)
 
 
 def stay_on_cpu(request: DeviceRequest, reason: LocalinferError) -> None:

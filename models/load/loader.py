@@ -208,8 +208,8 @@ class OpenModel:
     tokenizer: Tokenizer | None
     kv_layout: KVLayout
     request: DeviceRequest
-    kv_window: int | None
-    """None for texts that are kept whole, whatever was asked for."""
+    window_tokens: int | None
+    """Positions that a text keeps between batches; None for texts that are kept whole, whatever was asked for."""
     draft_layers: bool
     """True if layers for next-token prediction are wanted."""
     changes: ModelChanges | None
@@ -375,11 +375,11 @@ def opened_model(
 def _find_devices(opened: OpenModel, context_length: int | None, reserved: Mapping[int, int] | None) -> None:
     """Decide what bounds texts, and open the GPUs that are to compute a part. context_length: the requested one."""
     file, config, kv_layout = opened.file, opened.config, opened.kv_layout
-    if opened.kv_window is not None:
-        without = reason_without_window(opened.kv_window, file.path.name, config, kv_layout)
+    if opened.window_tokens is not None:
+        without = reason_without_window(opened.window_tokens, file.path.name, config, kv_layout)
         if without is not None:
             logger.warning(without)
-            opened.kv_window = None
+            opened.window_tokens = None
     reason = cpu_only(config, kv_layout)
     if reason is not None:
         stay_on_cpu(opened.request, reason)
@@ -391,7 +391,7 @@ def _find_devices(opened: OpenModel, context_length: int | None, reserved: Mappi
         from localinfer.models.load.devices import open_devices
         from localinfer.models.load.placement import memory_needs
 
-        kv_tokens = cached_tokens(config, context_length, opened.kv_window)
+        kv_tokens = cached_tokens(config, context_length, opened.window_tokens)
         needs = partial(memory_needs, file, config, kv_layout, kv_tokens)
         placed = open_devices(opened.request, needs, opened.progress, reserved=reserved)
         if placed is not None:
@@ -455,9 +455,9 @@ def build_on_cpu(opened: OpenModel, options: BuildOptions) -> Model:
         from localinfer.models.load.needed_kernels import kernels_of_file
 
         assistant = None if drafter is None else drafter.file.path
-        has_window = opened.kv_window is not None
+        has_window = opened.window_tokens is not None
         needed = kernels_of_file(
-            file, config, kv_layout, has_kv_window=has_window, assistant=assistant, changes=opened.changes
+            file, config, kv_layout, has_window=has_window, assistant=assistant, changes=opened.changes
         )
     compile_ahead(needed, progress)
     with _made_threads(options) as pool:
@@ -517,7 +517,7 @@ def _parts(opened: OpenModel, options: BuildOptions, config: ModelConfig, pool: 
         options.threads is None,
         options.measure_again,
         options.may_measure,
-        opened.kv_window,
+        opened.window_tokens,
     )
 
 

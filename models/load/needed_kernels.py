@@ -24,7 +24,7 @@ def needed_kernels(
     path: str | os.PathLike[str],
     *,
     kv_type: str = "f16",
-    has_kv_window: bool = False,
+    has_window: bool = False,
     draft_layers: bool = False,
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
@@ -41,7 +41,7 @@ def needed_kernels(
             found = read_config(file, with_draft_layers=True)
             if found.num_draft_layers:
                 config, layout = found, with_draft_layers(found, layout)
-        return kernels_of_file(file, config, layout, has_kv_window=has_kv_window, assistant=assistant, changes=changes)
+        return kernels_of_file(file, config, layout, has_window=has_window, assistant=assistant, changes=changes)
     finally:
         file.close()
 
@@ -51,7 +51,7 @@ def kernels_of_file(
     config: ModelConfig,
     kv_layout: KVLayout,
     *,
-    has_kv_window: bool = False,
+    has_window: bool = False,
     assistant: str | os.PathLike[str] | None = None,
     changes: ModelChanges | None = None,
 ) -> list[Kernel]:
@@ -61,7 +61,7 @@ def kernels_of_file(
     cannot run; ShapeError for sizes that no kernel computes.
     """
     kernels = dict.fromkeys(SHARED_KERNELS)
-    summed = _SUMMED_TOKENS if has_kv_window and not config.is_encoder else 0
+    summed = _SUMMED_TOKENS if has_window and not config.is_encoder else 0
     for graph in _graphs(file, config, kv_layout, assistant, changes):
         kernels |= dict.fromkeys(kernels_of_graph(graph, NO_POOL, kv_layout, summed))
     return list(kernels)

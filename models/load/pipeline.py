@@ -38,7 +38,7 @@ def write_on_gpus(
     Raises: BackendUnavailableError, OutOfMemoryError if a GPU is required.
     """
     try:
-        check_runs_on_gpus(parts.config, placement, has_window=parts.kv_window is not None)
+        check_runs_on_gpus(parts.config, placement, has_window=parts.window_tokens is not None)
         if placement.is_whole:
             return _write_whole(parts, gpus[0])
         return _write_pipeline(parts, gpus, placement)

@@ -36,12 +36,13 @@ class Parts:
     chooses_threads: bool
     measures_again: bool = False
     may_measure: bool = True
-    kv_window: int | None = None
+    window_tokens: int | None = None
+    """Positions that a text keeps between batches; None for all."""
 
     def summed_tokens(self, batch_rows: int, page_tokens: int) -> int:
         """Positions of a sequence at most whose attention a program of so many rows sums by page; 0 for none."""
         # A batch may begin and end inside a page.
-        return 0 if self.kv_window is None else self.kv_window + batch_rows + 2 * page_tokens
+        return 0 if self.window_tokens is None else self.window_tokens + batch_rows + 2 * page_tokens
 
 
 GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]], OpGraph]

@@ -199,7 +199,6 @@ class ListeningOptions:
     """Values of the options below."""
 
     host: str
-    port: int
     no_tcp: bool
     socket_path: str | None
     no_socket: bool
@@ -233,7 +232,6 @@ class ListeningOptions:
         token = _token(self.token_env, is_in_file=self.token_file is not None) if api_key is None else api_key
         return ServerSettings(
             host=None if self.no_tcp else self.host,
-            port=self.port,
             socket_path=place.path,
             needs_socket=place.is_named,
             token=token,
@@ -278,7 +276,7 @@ listening_options = options_group_of(
     ListeningOptions,
     "listening",
     option("--host", "ADDRESS", "TCP address to listen on.", default="127.0.0.1"),
-    option("--port", "N", "TCP port; 0: any free one.", type=click.IntRange(0, 65535), default=8080),
+    server_option("port"),
     flag("--no-tcp", "Listen on the Unix socket only."),
     option("--socket socket_path", "PATH", "Path of the Unix socket. Default: in your runtime folder, if it is free."),
     flag("--no-socket", "Listen on TCP only."),
@@ -679,18 +677,18 @@ def llama_server_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(
-        *, parallel: int, slot_save_path: str | None, context_shift: bool, defaults: ServerDefaults, **values: Any
+        *, num_slots: int, slot_save_path: str | None, context_shift: bool, defaults: ServerDefaults, **values: Any
     ) -> Any:
         from localinfer.engine.admission import EngineLimits
 
         folder = None if slot_save_path is None else _folder(slot_save_path)
-        values["options"]["limits"] = EngineLimits(max_running=parallel)
+        values["options"]["limits"] = EngineLimits(max_running=num_slots)
         if context_shift:
             defaults = replace(defaults, options={**defaults.options, "context_shift": True})
-        return command(num_slots=parallel, slot_folder=folder, defaults=defaults, **values)
+        return command(num_slots=num_slots, slot_folder=folder, defaults=defaults, **values)
 
     return options_group(
-        option("--parallel", "N", "Generations that share a step, and slots; others wait.", type=COUNT, default=16),
+        server_option("num_slots"),
         option("--slot-save-path", "FOLDER", "Let clients save what is in a slot to files in this folder."),
         server_option("pooling"),
         flag("--context-shift", "At the end of the context, continue without the older half of a text."),

@@ -48,12 +48,12 @@ def gpu_placement(
     *,
     kv_type: str = "f16",
     context_length: int | None = None,
-    kv_window: int | None = None,
+    window_tokens: int | None = None,
     reserved: Mapping[int, int] | None = None,
 ) -> DevicePlacement | None:
     """Placement of a load on GPUs, by the header of an open file; None if the CPU computes all of it.
 
-    kv_window: texts keep so many keys and values, None for all. reserved: see `plan_placement`.
+    window_tokens: texts keep so many keys and values, None for all. reserved: see `plan_placement`.
     Raises: as the load where a GPU was asked for, BackendUnavailableError and UnsupportedFormatError; RequestError if
         what is wanted of GPUs does not fit.
     """
@@ -66,7 +66,7 @@ def gpu_placement(
             raise reason
         return None
     try:
-        return _placed(request, file, config, layout, context_length, kv_window, reserved)
+        return _placed(request, file, config, layout, context_length, window_tokens, reserved)
     except (BackendUnavailableError, OutOfMemoryError):
         if request.is_required:
             raise
@@ -79,14 +79,14 @@ def _placed(
     config: ModelConfig,
     layout: KVLayout,
     context_length: int | None = None,
-    kv_window: int | None = None,
+    window_tokens: int | None = None,
     reserved: Mapping[int, int] | None = None,
 ) -> DevicePlacement:
     if config.experts is None:
         request = replace(request, cpu_moe=None)
-    tokens = cached_tokens(config, context_length, kv_window)
+    tokens = cached_tokens(config, context_length, window_tokens)
     placement = plan_placement(request, lambda: memory_needs(file, config, layout, tokens), reserved)
-    check_runs_on_gpus(config, placement, has_window=kv_window is not None)
+    check_runs_on_gpus(config, placement, has_window=window_tokens is not None)
     return placement
 
 

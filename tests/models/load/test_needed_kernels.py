@@ -67,7 +67,7 @@ def test_every_kind_of_encoder(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_types_of_the_cache_and_its_window(kv_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model_path(None)
     assert compiled_by_load(path, monkeypatch, kv_type=kv_type) == needed(path, monkeypatch, kv_type=kv_type)
-    windowed = needed(path, monkeypatch, has_kv_window=True)
+    windowed = needed(path, monkeypatch, has_window=True)
     assert compiled_by_load(path, monkeypatch, kv_window=256) == windowed > needed(path, monkeypatch)
 
 

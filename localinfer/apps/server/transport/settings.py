@@ -289,8 +289,6 @@ class ServerSettings(ServerOptions):
     """The Unix socket, guarded by its folder; None for none."""
     host: str | None = "127.0.0.1"
     """TCP address to listen on, None for none; anything but loopback needs a token."""
-    port: int = 8080
-    """0: one that the system chooses."""
     token: str | None = None
     """Token that a client on TCP must show."""
     max_connections: int = 256
@@ -313,8 +311,6 @@ class ServerSettings(ServerOptions):
     """True if a Unix socket that another server listens on is an error; else TCP alone is served."""
     kept_responses: ResponseStoreOptions = ResponseStoreOptions()
     """Limits and folder of responses and conversations that are kept."""
-    num_slots: int = 16
-    """Texts that are generated at one time."""
     slot_folder: Path | None = None
     """Folder in which clients may save what is in a slot, None for none."""
     handover: KVTransferOptions = KVTransferOptions()
