@@ -47,14 +47,15 @@ class MediaRun:
 
 
 def media_ids(identity: bytes, digest: bytes, num_rows: int) -> NDArray[np.int32]:
-    """The ids int32[num_rows] of the rows of an encoder input: 31 bits of a SHA-256 each, less 2^31.
+    """The ids int32[num_rows] of the rows of an encoder input: 31 bits of a SHA-256 each, less 2^31, and never -1, which
+    stands for no token.
 
     identity: of the encoder. digest: of its input.
     """
     key = hashlib.sha256(len(identity).to_bytes(8, "little") + identity + digest).digest()
     blocks = (hashlib.sha256(key + index.to_bytes(8, "little")).digest() for index in range(-(-num_rows // 8)))
     words = np.frombuffer(b"".join(blocks), "<u4")[:num_rows]
-    return (words | np.uint32(1 << 31)).view(np.int32).copy()
+    return np.minimum((words | np.uint32(1 << 31)).view(np.int32), -2)
 
 
 def join_pieces(pieces: Sequence[Sequence[int] | NDArray[np.integer] | MediaRun]) -> tuple[TokenIds, list[MediaRun]]:

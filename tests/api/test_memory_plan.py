@@ -11,12 +11,13 @@ import pytest
 
 import localinfer
 from localinfer.engine.cache.block_pool import context_bytes, default_kv_memory
+from localinfer.engine.media import DEFAULT_EMBEDDING_BYTES
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
-from localinfer.loading.memory.plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file
+from localinfer.loading.memory.plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file, plan_memory
 from localinfer.loading.memory.report import describe_memory, memory_lines
 from localinfer.models import demo
-from localinfer.models.load.loader import Model, load_model
+from localinfer.models.load.loader import Model, load_model, open_model_file, read_config
 from localinfer.models.load.weights import CpuWeights
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
@@ -251,3 +252,12 @@ def test_report_says_why_a_model_is_not_known(tmp_path: Path) -> None:
     found = describe_memory(tmp_path / "m.gguf")
     assert "unheard-of" in found["unknown"]
     assert list(memory_lines(found)) == [f"  not known: {found['unknown']}"]
+
+
+def test_embeddings_of_pictures_count_for_models_that_take_some() -> None:
+    file = open_model_file(DEMO)
+    config = read_config(file)
+    words, pictures = (plan_memory(file, replace(config, takes_media=takes)) for takes in (False, True))
+    file.close()
+    assert pictures.growth_bytes(1024) - words.growth_bytes(1024) == DEFAULT_EMBEDDING_BYTES
+    assert pictures.fixed_bytes == words.fixed_bytes

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from localinfer.engine.cache.block_pool import context_bytes
+from localinfer.engine.media import DEFAULT_EMBEDDING_BYTES
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
@@ -134,7 +135,7 @@ class MemoryPlan:
     """A draft model that is loaded with it."""
     use_bytes: int = 0
     """Largest addition by use, besides keys and values: the buffers of a program that embeds texts, the vocabulary
-    as constraints search it."""
+    as constraints search it, embeddings of pictures and sounds that are kept."""
     partial_bytes: int = 0
     """Addition by attention for each chunk of positions."""
     kv_tokens: int | None = None
@@ -255,6 +256,7 @@ def plan_memory(
     write_text_graphs(config, file, weights)
     num_tokens = config.vocab_size if "tokenizer.ggml.tokens" in file.metadata else 0
     num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    embedding_bytes = DEFAULT_EMBEDDING_BYTES if config.takes_media else 0
     buffers = _buffer_bytes(graph, MAX_BATCH_ROWS, _OUTPUT_ROWS)
     return MemoryPlan(
         name=file.path.name,
@@ -266,7 +268,7 @@ def plan_memory(
         + _BYTES_PER_TOKEN_OF_VOCABULARY * num_tokens
         + _FIXED_BYTES,
         bits_per_weight=8 * file.num_bytes / max(1, num_parameters),
-        use_bytes=buffers + _SEARCHED_BYTES_PER_TOKEN * num_tokens + _USE_BYTES,
+        use_bytes=buffers + _SEARCHED_BYTES_PER_TOKEN * num_tokens + _USE_BYTES + embedding_bytes,
         partial_bytes=max(
             (partial_bytes(layout, op.layer, op.shape) for op in graph.ops if isinstance(op, Attention)), default=0
         ),
