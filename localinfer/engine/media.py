@@ -47,8 +47,8 @@ class MediaRun:
 
 
 def media_ids(identity: bytes, digest: bytes, num_rows: int) -> NDArray[np.int32]:
-    """The ids int32[num_rows] of the rows of an encoder input: 31 bits of a SHA-256 each, less 2^31, and never -1, which
-    stands for no token.
+    """The ids int32[num_rows] of the rows of an encoder input: 31 bits of a SHA-256 each, less 2^31, and never -1,
+    which stands for no token.
 
     identity: of the encoder. digest: of its input.
     """
