@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, Unpack, cast
 
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from localinfer.generation.chat_model import ChatModel
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
+    from localinfer.generation.media import MediaModel
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
     from localinfer.generation.stream import Completion
     from localinfer.generation.text_generation import EncodedPrompt
+    from localinfer.kernels.cpu.program import ThreadPool
     from localinfer.kernels.cpu.worker_threads import Priority
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
@@ -86,6 +89,7 @@ class LLM(Closing):
         speculation: Speculation | None = None,
         limits: EngineLimits | None = None,
         observer: CacheObserver | None = None,
+        media: MediaModel | None = None,
         describe: Callable[[Model, TemplateFormats | None, KVEviction | None], ModelInfo] | None = None,
     ) -> None:
         """Take over a loaded model.
@@ -93,11 +97,13 @@ class LLM(Closing):
         kv_window: bounds what each text holds; the model must have been loaded for it.
         identity: of the model and its settings, for what is kept on disk. disk: keep conversations there.
         speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
-        observer: gets the changes of the prefix cache. describe: gathers `info`.
+        observer: gets the changes of the prefix cache. media: encoders of pictures and sounds. describe: gathers
+        `info`.
         """
         from localinfer.engine.engine import Engine
 
         self._model = model
+        self._media = media
         self._describe = describe
         self._window = kv_window
         self._defaults = DefaultOptions()
@@ -152,7 +158,12 @@ class LLM(Closing):
         template, tokenizer, constraints = self._model.chat_template, self._model.tokenizer, self._constraints
         if template is None or tokenizer is None or constraints is None:
             return None
-        return ChatModel(self._engine, tokenizer, template, constraints)
+        reader = None
+        if self._media is not None:
+            from localinfer.generation.media import MediaReader
+
+            reader = MediaReader(self._media, tokenizer)
+        return ChatModel(self._engine, tokenizer, template, constraints, reader)
 
     @property
     def _embedder(self) -> TextEmbedder:
@@ -196,12 +207,12 @@ class LLM(Closing):
         assert self._describe is not None, "made by `load`"
         self._engine.check_usable()
         formats = None if self._chat_model is None else self._chat_model.formats
-        return self._describe(self._model, formats, self._window)
+        return replace(self._describe(self._model, formats, self._window), capabilities=self.capabilities)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """Tasks of this model: "completion", "chat", "embeddings", "rerank"."""
-        return self._model.capabilities
+        """Tasks of this model: "completion", "chat", "embeddings", "rerank", "vision", "audio"."""
+        return self._model.capabilities + (() if self._media is None else self._media.capabilities)
 
     @property
     def kv_bytes(self) -> int:
@@ -493,6 +504,11 @@ class LLM(Closing):
         return self._engine.logits(token_ids)
 
     @property
+    def _pools(self) -> list[ThreadPool]:
+        """Threads of the model, and of its encoders of pictures and sounds."""
+        return [self._model.pool, *([] if self._media is None else [self._media.pool])]
+
+    @property
     def engine_stats(self) -> EngineStats:
         """Numbers of running and waiting texts, and their share of KV memory. Any thread may ask, at any time."""
         return self._engine.stats
@@ -540,7 +556,8 @@ class LLM(Closing):
 
         self._engine.check_usable()
         wanted = check_number("threads", threads, 1, none="for as many as loaded")
-        self._model.pool.ask_threads(None if wanted is None else checked_threads(wanted))
+        for pool in self._pools:
+            pool.ask_threads(None if wanted is None else checked_threads(wanted))
 
     def set_priority(self, priority: Priority) -> None:
         """Compute with threads of this priority from the next step on: "normal", or "background" beside other work.
@@ -554,7 +571,8 @@ class LLM(Closing):
         from localinfer.models.load.threads import checked_priority
 
         self._engine.check_usable()
-        self._model.pool.ask_priority(checked_priority(priority))
+        for pool in self._pools:
+            pool.ask_priority(checked_priority(priority))
 
     def save_session(
         self,
@@ -692,6 +710,8 @@ class LLM(Closing):
             self._disk.close()
         with self._session_lock:
             self._engine.close()
+            if self._media is not None:
+                self._media.close()
             if "embedder" in self._parts:
                 self._embedder.close()
         return_free_memory()

@@ -97,6 +97,15 @@ class ServerOptions:
         group="clients",
     )
     """Web pages that may ask."""
+    allows_media_urls: bool = _option(
+        False,
+        "--allow-media-urls",
+        None,
+        "Fetch pictures and sounds that requests name by http(s) URLs, from addresses of the internet only.",
+        bool,
+        group="clients",
+    )
+    """Only then does the server connect to anything by itself."""
     allows_private_network: bool = _option(
         False,
         "--allow-private-network",

@@ -44,6 +44,7 @@ from localinfer.storage.chats import AnsweredChat, EncodedChat
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:
+    from localinfer.engine.media import MediaRun
     from localinfer.generation.media import MediaReader, ReadMedia
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
@@ -672,7 +673,7 @@ class ChatModel:
         if self.disk is not None:
             self.disk.wait_until_open()
         max_tokens = None if values.get("context_shift") else self.context_length
-        read, _media = self._read(messages)
+        read, media = self._read(messages)
         varying = self.heads.observe(read, salt=checked.salt)
         arranged = self.heads.arrange(read, varying, salt=checked.salt)
         chat, prefill = self._encode(request, arranged, max_tokens, history, checked.salt)
@@ -683,6 +684,8 @@ class ChatModel:
             chat,
             request.format_after(chat.text, prefill),
             partial(words_at, spans, chat.text, chat.token_ids, self._tokenizer) if spans else None,
+            media=self._named(chat.media, media),
+            notices=tuple(notice for one in media for notice in one.notices),
         )
         generation = TextGeneration(
             self._engine,
@@ -744,6 +747,13 @@ class ChatModel:
         for _ in generation:
             pass
         return int(token_ids.size) - generation.record.cached_tokens
+
+    def _named(self, runs: "Sequence[MediaRun]", media: "Sequence[ReadMedia]") -> "Sequence[MediaRun]":
+        if not runs:
+            return runs
+        from localinfer.generation.media import named_runs
+
+        return named_runs(runs, media)
 
     def _read(self, messages: Messages) -> "tuple[list[dict[str, Any]], list[ReadMedia]]":
         """Messages of text, and the pictures and sounds of their markers, to be held until they are encoded."""

@@ -5,10 +5,11 @@ A picture that came before, in whatever message, is known by the digest of its b
 again, and its encoder runs only if its rows are not in the prefix cache.
 """
 
+import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.media import MediaRun, media_ids
-from localinfer.errors import MessageError
+from localinfer.errors import ContextLengthError, MessageError, RequestError
 from localinfer.generation.chat.media_parts import (
     MediaKind,
     MediaSource,
@@ -30,8 +31,10 @@ from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
+    from localinfer.kernels.cpu.program import ThreadPool
     from localinfer.models.text.tokenizer import Tokenizer
 
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 _MOST_KNOWN = 4096
 """Pictures and sounds whose layout is remembered; each takes some kilobytes."""
 _MOST_PREPARED_BYTES = 128 << 20
@@ -43,17 +46,33 @@ class MediaModel(Protocol):
 
     kinds: tuple[MediaKind, ...]
     """Kinds that it reads."""
-    identity: bytes
-    """Of the encoders' weights and settings: embeddings of another one are others."""
+    pool: "ThreadPool"
+    """Threads of its own, so that the model may take steps meanwhile."""
 
-    def prepare(self, kind: MediaKind, data: bytes) -> PreparedMedia:
-        """Decode and lay out the bytes of a file. Raises: RequestError for what cannot be read."""
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Tasks of the model that come with the encoders."""
+        ...
+
+    @property
+    def identity(self) -> bytes:
+        """Identity of the encoders' weights and settings: embeddings of another one are others."""
+        ...
+
+    def prepare(self, kind: MediaKind, data: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
+        """Decode and lay out the bytes of a file; also what was left out, in words.
+
+        Raises: RequestError for what cannot be read.
+        """
 
     def encode(self, piece: EncoderInput) -> FloatArray:
         """Return the embeddings, float32[num_rows, width]."""
 
     def sees_itself(self, piece: EncoderInput) -> bool:
         """True if the decoder's rows of this input see each other in both directions."""
+
+    def close(self) -> None:
+        """Release weights and threads."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +94,43 @@ class _Layout:
     ids: tuple[int, ...]
     """All of them, those of the text around included."""
     stretches: tuple[_Stretch, ...]
+    notices: tuple[str, ...]
+    """What was left out of it, in words."""
 
 
 @dataclass(frozen=True, eq=False)
-class ReadMedia:
-    """A picture or sound of a request; to be held as long as its marker may be read."""
+class _Held:
+    """A picture or sound that some request reads."""
 
     layout: _Layout
     runs: tuple[MediaRun, ...]
+
+
+@dataclass(frozen=True)
+class ReadMedia:
+    """A picture or sound of a request; to be held as long as its marker may be read."""
+
+    held: _Held
+    words: str
+    """Its place in the conversation, such as "picture 2 of message 5"."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was left out of it, in words."""
+        return tuple(f"{self.words}: {notice}" for notice in self.held.layout.notices)
+
+
+def named_runs(runs: Sequence[MediaRun], media: Sequence[ReadMedia]) -> tuple[MediaRun, ...]:
+    """Runs of a prompt with the places of their pictures in the conversation, for reasons of cache misses."""
+    places = [(run, one.words) for one in media for run in one.held.runs]
+    named = []
+    for run in runs:
+        # A template may leave some out.
+        found = next((place for place in places if place[0] is run), None)
+        if found is not None:
+            places.remove(found)
+        named.append(run if found is None else replace(run, name=found[1]))
+    return tuple(named)
 
 
 class MediaReader:
@@ -93,8 +141,8 @@ class MediaReader:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._layouts: OrderedDict[str, _Layout] = OrderedDict()
-        self._prepared: OrderedDict[str, PreparedMedia] = OrderedDict()
-        self._read: WeakValueDictionary[str, ReadMedia] = WeakValueDictionary()
+        self._prepared: OrderedDict[str, tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
+        self._held: WeakValueDictionary[str, _Held] = WeakValueDictionary()
 
     @property
     def kinds(self) -> tuple[MediaKind, ...]:
@@ -106,7 +154,13 @@ class MediaReader:
 
         Raises: MessageError for a kind that the model does not read; RequestError for what cannot be decoded.
         """
-        return [self._read_one(source) for source in sources]
+        numbers: Counter[tuple[str, str]] = Counter()
+        media = []
+        for source in sources:
+            message, _, _ = source.path.partition(".content")
+            numbers[message, source.kind] += 1
+            media.append(ReadMedia(self._hold(source), _place(source, message, numbers[message, source.kind])))
+        return media
 
     def encode_segments(
         self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
@@ -120,7 +174,7 @@ class MediaReader:
         for piece in split_at_markers("".join(text for text, _ in segments)):
             end = position + len(piece)
             if is_marker(piece):
-                ids += self._read[piece].layout.ids
+                ids += self._held[piece].layout.ids
             else:
                 ids += self._tokenizer.encode_segments(
                     cut_segments(segments, position, end),
@@ -132,10 +186,10 @@ class MediaReader:
 
     def runs(self, text: str) -> tuple[MediaRun, ...]:
         """The runs of all pictures and sounds of a text with markers, in order."""
-        found = (self._read.get(piece) for piece in split_at_markers(text))
+        found = (self._held.get(piece) for piece in split_at_markers(text))
         return tuple(run for one in found if one is not None for run in one.runs)
 
-    def _read_one(self, source: MediaSource) -> ReadMedia:
+    def _hold(self, source: MediaSource) -> _Held:
         if source.kind not in self._model.kinds:
             raise MessageError(
                 f"{source.path} is {'a picture' if source.kind == 'image' else 'a sound'}, and this model reads "
@@ -145,12 +199,12 @@ class MediaReader:
             )
         marker = source.marker
         with self._lock:
-            read = self._read.get(marker)
+            held = self._held.get(marker)
             layout = self._layouts.get(marker)
             if layout is not None:
                 self._layouts.move_to_end(marker)
-        if read is not None:
-            return read
+        if held is not None:
+            return held
         if layout is None:
             layout = self._lay_out(source)
         runs = tuple(
@@ -167,33 +221,39 @@ class MediaReader:
             self._layouts[marker] = layout
             while len(self._layouts) > _MOST_KNOWN:
                 self._layouts.popitem(last=False)
-            return self._read.setdefault(marker, ReadMedia(layout, runs))
+            return self._held.setdefault(marker, _Held(layout, runs))
 
     def _lay_out(self, source: MediaSource) -> _Layout:
         ids: list[int] = []
         stretches = []
-        for index, piece in enumerate(self._prepare(source).pieces):
+        prepared, notices = self._prepare(source)
+        for index, piece in enumerate(prepared.pieces):
             if isinstance(piece, str):
                 ids += self._tokenizer.encode(piece, add_special=False, parse_special=True)
                 continue
             rows = media_ids(self._model.identity, PreparedMedia.from_pieces([piece]).digest, piece.num_rows)
             ids += rows.tolist()
             stretches.append(_Stretch(rows, index, piece.grid, piece.num_positions, self._model.sees_itself(piece)))
-        return _Layout(tuple(ids), tuple(stretches))
+        return _Layout(tuple(ids), tuple(stretches), notices)
 
     def _embed(self, source: MediaSource, index: int) -> FloatArray:
         """The embeddings of one piece of what a source is prepared to."""
-        piece = self._prepare(source).pieces[index]
+        piece = self._prepare(source)[0].pieces[index]
         assert not isinstance(piece, str), "runs are made of encoder inputs"
         return self._model.encode(piece)
 
-    def _prepare(self, source: MediaSource) -> PreparedMedia:
+    def _prepare(self, source: MediaSource) -> tuple[PreparedMedia, tuple[str, ...]]:
         with self._lock:
             known = self._prepared.get(source.marker)
             if known is not None:
                 self._prepared.move_to_end(source.marker)
                 return known
-        made = self._model.prepare(source.kind, source.data)
+        try:
+            made = self._model.prepare(source.kind, source.data)
+        except ContextLengthError:
+            raise
+        except RequestError as error:
+            raise MessageError(f"{source.path}: {error}", source.path) from None
         with self._lock:
             self._prepared[source.marker] = made
             while len(self._prepared) > 1 and sum(map(_num_bytes, self._prepared.values())) > _MOST_PREPARED_BYTES:
@@ -201,8 +261,15 @@ class MediaReader:
         return made
 
 
-def _num_bytes(prepared: PreparedMedia) -> int:
-    return sum(piece.values.nbytes for piece in prepared.pieces if not isinstance(piece, str))
+def _num_bytes(prepared: tuple[PreparedMedia, tuple[str, ...]]) -> int:
+    return sum(piece.values.nbytes for piece in prepared[0].pieces if not isinstance(piece, str))
+
+
+def _place(source: MediaSource, message: str, number: int) -> str:
+    """The words for a picture's place: its number among those of its message."""
+    found = _MESSAGE.fullmatch(message)
+    where = message if found is None else f"message {int(found[1]) + 1}"
+    return f"{'picture' if source.kind == 'image' else 'sound'} {number} of {where}"
 
 
 def _named(kind: MediaKind) -> str:

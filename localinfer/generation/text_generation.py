@@ -64,6 +64,8 @@ class EncodedPrompt:
     """True if another process continues at its end."""
     media: Sequence[MediaRun] = ()
     """Its pictures and sounds in order, whose ids are among its ids (`engine.media.join_pieces`)."""
+    notices: tuple[str, ...] = ()
+    """What was left out of it, in words."""
 
 
 class TextGeneration(Iterator[StreamEvent]):
@@ -155,7 +157,7 @@ class TextGeneration(Iterator[StreamEvent]):
             self._options,
             self._resumed,
         )
-        self._notices: list[str] = []
+        self._notices: list[str] = [*prompt.notices]
         mask = _make_mask(
             self._constraints, tokenizer, options, prompt.reply, prompt_ids.size, engine.vocab_size, self._notices
         )

@@ -20,7 +20,10 @@ from localinfer.system import machine_limits
 from localinfer.types import ModelInfo, ProgressCallback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from localinfer.generation.chat.reply import TemplateFormats
+    from localinfer.loading.media import LoadedMedia
     from localinfer.models.load.loader import Model
     from localinfer.storage.fingerprint import ModelIdentity
     from localinfer.storage.prompt_cache import DiskOptions
@@ -49,6 +52,11 @@ def build_llm(checked: CheckedLoad) -> LLM:
             loads.callback(observer.close)
         loaded, budget = _load(checked, progress)
         loads.callback(loaded.close)
+        media = None
+        if options.media_path is not None:
+            media = _media_of(options.media_path, loaded, disk, progress)
+        if media is not None:
+            loads.callback(media.close)
         is_encoder, drafts_itself = loaded.config.is_encoder, bool(loaded.draft_programs)
         speculation = options.checked_speculation(is_encoder=is_encoder, drafts_itself=drafts_itself)
         if loaded.config.is_encoder:
@@ -79,6 +87,7 @@ def build_llm(checked: CheckedLoad) -> LLM:
             speculation=made,
             limits=given.limits,
             observer=observer,
+            media=media,
             describe=model_info,
         )
         loads.callback(llm.close)
@@ -106,6 +115,7 @@ def _load(checked: CheckedLoad, progress: ProgressCallback | None) -> tuple["Mod
         device=options.request,
         draft_layers=options.has_draft_layers,
         assistant=options.assistant,
+        takes_media=options.media_path is not None,
         changes=options.changes,
         progress=progress,
     ) as opened:
@@ -121,6 +131,20 @@ def _load(checked: CheckedLoad, progress: ProgressCallback | None) -> tuple["Mod
         budget = options.share(options.plan(opened.file, opened.config), machine_limits.memory_limits())
         opened.set_context(budget.context_length)
         return build_on_cpu(opened, build), budget
+
+
+def _media_of(
+    path: "Path", loaded: "Model", disk: "DiskOptions | None", progress: ProgressCallback | None
+) -> "LoadedMedia | None":
+    """The encoders of a loaded model; None, with a warning, beside a decoder that takes none."""
+    if not loaded.config.takes_media:
+        logger.warning(
+            "%s reads text only on %s; take device cpu for pictures and sounds", loaded.file.path.name, loaded.device
+        )
+        return None
+    from localinfer.loading.media import open_media
+
+    return open_media(path, loaded, None if disk is None else disk.weights_memory, progress)
 
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:

@@ -229,6 +229,17 @@ class HeaderOptions:
             "Draft model: a small GGUF model of the same vocabulary, or one made for the model.",
         ),
     )
+    mmproj: str | os.PathLike[str] = _option(
+        "auto",
+        'Path of the GGUF file with the encoders of a model that sees or hears (mmproj); "auto": the one beside the '
+        'model\'s file, if one belongs to it; "off": none, the model reads text.',
+        Flag(
+            "--mmproj",
+            "FILE|auto|off",
+            "File with the encoders of a model that sees or hears; auto: the one beside the model's.",
+            default="auto",
+        ),
+    )
     chat_template: str | os.PathLike[str] | None = _option(
         None,
         "Jinja source in place of the model's own template, or the path of a file.",

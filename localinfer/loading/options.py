@@ -49,6 +49,8 @@ class ModelOptions(HeaderOptions):
     """The draft model."""
     assistant: Path | None = None
     """The same, if it drafts from the model's own cache."""
+    media_path: Path | None = None
+    """The file of the encoders for pictures and sounds."""
     changes: "ModelChanges"
     """Settings in place of the file's."""
 
@@ -99,7 +101,7 @@ class ModelOptions(HeaderOptions):
             assistant=self.assistant,
             changes=self.changes,
         )
-        return self._beside_draft(self._with_window(plan, file, config, MAX_BATCH_ROWS))
+        return self._beside_draft(self._with_window(self._with_media(plan), file, config, MAX_BATCH_ROWS))
 
     def plan_on_gpus(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
         """About what it takes if GPUs compute it, where there are no draft layers; raises: as `plan`."""
@@ -112,6 +114,11 @@ class ModelOptions(HeaderOptions):
             return plan
         window = planned_window(config, tokens, PAGE_TOKENS, batch_tokens)
         return replace(plan, kv_tokens=window.most_tokens)
+
+    def _with_media(self, plan: MemoryPlan) -> MemoryPlan:
+        if self.media_path is None:
+            return plan
+        return replace(plan, media_bytes=self.media_path.stat().st_size)
 
     def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:
         if self.separate_draft is None:
@@ -208,8 +215,39 @@ def check_model_options(options: HeaderOptions) -> ModelOptions:
         assistant = draft_path if is_assistant(draft_path) else None
     known = {one.name: values[one.name] for one in fields(HeaderOptions)}
     return ModelOptions(
-        **{**known, "speculation": speculation}, path=path, draft_path=draft_path, assistant=assistant, changes=changes
+        **{**known, "speculation": speculation},
+        path=path,
+        draft_path=draft_path,
+        assistant=assistant,
+        media_path=media_path_of(options.mmproj, path),
+        changes=changes,
     )
+
+
+def media_path_of(mmproj: object, model: Path) -> Path | None:
+    """The file of a model's encoders by the option `mmproj`, None for none. Raises: RequestError, ModelFileError."""
+    is_word = isinstance(mmproj, str)
+    if is_word and mmproj == "off":
+        return None
+    # Most models have none, and finding one imports more and reads headers.
+    is_found = is_word and mmproj == "auto"
+    if is_found and not _has_mmproj(model.parent) and not _has_mmproj(model.parent.parent):
+        return None
+    given = "auto" if is_found else check_path("mmproj", mmproj, ', "auto" or "off"')
+    if isinstance(given, Path) and not given.is_file():
+        raise RequestError(
+            f'mmproj is {given}, and there is no such file; give a GGUF file, "auto" or "off"', field="mmproj"
+        )
+    from localinfer.loading.media import media_path
+
+    return media_path(given, model)
+
+
+def _has_mmproj(folder: Path) -> bool:
+    try:
+        return any("mmproj" in name.lower() for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 def check_limits(limits: EngineLimits | None) -> None:

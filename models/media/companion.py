@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localinfer.errors import ModelFileError
-from localinfer.models.media.mmproj import ARCHITECTURE, MediaConfig, read_media_config
-from localinfer.quant.gguf.reader import GGUFFile, read_gguf
+from localinfer.models.media.encoder import read_mmproj
+from localinfer.quant.gguf.reader import read_gguf
 
 _PREFERRED = ("f16", "bf16", "q8_0", "f32")
 """Types of weights, first those that keep what the encoder says and take no more memory than they need."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+"""Name of a snapshot of a repository in the hub's cache."""
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _MMPROJ = re.compile(r"(?i)[-_.]?mmproj[-_.]?(model)?[-_.]?")
 _WEIGHT_TYPE = re.compile(r"(?i)[-_.](ud|i?q\d\w*|tq\d\w*|mxfp4\w*|nvfp4\w*|bf16|f16|f32|fp16|fp32|text)(?=[-_.]|$)")
@@ -28,10 +30,19 @@ def is_mmproj_name(name: str) -> bool:
 def find_companion(model: Path, width: int) -> Path | None:
     """The mmproj file beside a GGUF file whose embeddings are `width` wide; None if there is none, or whose is unclear.
 
-    Unreadable candidates are passed over.
+    Of a file in a subfolder of a pulled repository also the one at the repository's top. Unreadable candidates are
+    passed over.
     """
+    top = model.parent.parent
+    found = _in_folder(model, model.parent, width)
+    if found is None and _COMMIT.fullmatch(top.name):
+        found = _in_folder(model, top, width)
+    return found
+
+
+def _in_folder(model: Path, folder: Path, width: int) -> Path | None:
     try:
-        names = [path for path in model.parent.iterdir() if path.suffix.lower() == ".gguf" and path.is_file()]
+        names = [path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file()]
     except OSError:
         return None
     candidates = sorted(path for path in names if is_mmproj_name(path.name))
@@ -42,25 +53,6 @@ def find_companion(model: Path, width: int) -> Path | None:
         candidates = _of_the_name(_stem(model), candidates, others)
     fitting = [path for path in candidates if _fits(path, width)]
     return min(fitting, key=_rank, default=None)
-
-
-def open_media_file(path: Path) -> GGUFFile:
-    """Open an mmproj file. Raises: ModelFileError for another kind of file."""
-    file = read_gguf(path)
-    architecture = file.metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        file.close()
-        raise ModelFileError(
-            f"{path}: its architecture is {architecture!r:.40}; wanted a file of encoders, of architecture "
-            f"{ARCHITECTURE!r}, which repositories name mmproj-...gguf"
-        )
-    return file
-
-
-def media_config(file: GGUFFile, *, has_mrope: bool) -> MediaConfig:
-    """The configuration of an open mmproj file. Raises: as `read_media_config`."""
-    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    return read_media_config(file.metadata, shapes, has_mrope=has_mrope)
 
 
 def _stem(path: Path) -> str:
@@ -86,8 +78,8 @@ def _agrees(name: str, stem: str) -> bool:
 
 def _fits(path: Path, width: int) -> bool:
     try:
-        with open_media_file(path) as file:
-            config = media_config(file, has_mrope=False)
+        with read_gguf(path) as file:
+            config = read_mmproj(file)
     except (ModelFileError, OSError):
         return False
     return all(part is None or part.output_size == width for part in (config.picture, config.sound))

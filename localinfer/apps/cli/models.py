@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @click.command("pull")
 @click.argument("model", metavar="ORG/REPO[:QUANT]")
-def pull_command(model: str) -> None:
+@flag("--no-mmproj", "Leave out the file by which a model reads pictures or sounds.")
+def pull_command(model: str, no_mmproj: bool) -> None:
     """Download a model from the Hugging Face hub.
 
     QUANT is a quantization of its GGUF files, such as Q4_K_M, which is preferred if none is given; a repository without
@@ -37,7 +38,7 @@ def pull_command(model: str) -> None:
     try:
         with Progress() as progress:
             report = with_time_left(lambda stage, done, total: progress(neutralise_controls(stage), done, total))
-            record = pull_model(reference, Places.of_user(), say=say, progress=report)
+            record = pull_model(reference, Places.of_user(), with_encoders=not no_mmproj, say=say, progress=report)
     except KeyboardInterrupt:
         say(
             f"stopped; what has arrived is kept: `localinfer pull {reference}` continues from there, `localinfer list` "

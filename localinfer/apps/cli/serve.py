@@ -147,7 +147,12 @@ def measure(source: "ModelSource", options: LoadOptions) -> "MemoryNeed":
 
     chosen = load_options_of(source, options)
     return measure_need(
-        source.path, chosen["kv_type"], changes_of(chosen), chosen["context_length"], draft=chosen["draft"]
+        source.path,
+        chosen["kv_type"],
+        changes_of(chosen),
+        chosen["context_length"],
+        draft=chosen["draft"],
+        mmproj=chosen["mmproj"],
     )
 
 

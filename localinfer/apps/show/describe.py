@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localinfer.engine.sampling.params import file_sampling
+from localinfer.errors import ModelFileError
 from localinfer.loading.memory.gpu_plan import describe_gpus, gpu_line
 from localinfer.loading.memory.report import describe_memory, memory_lines
 from localinfer.quant.formats.types import TensorRecord, bits_per_weight
@@ -90,6 +91,8 @@ class FileDescription:
     """The model's ops (`models.decoder.listing`), if requested."""
     sampling: dict[str, float | int] = field(default_factory=dict)
     """Sampling options that the file recommends."""
+    encoders: dict[str, Any] | None = None
+    """File of the encoders beside a model, and what it reads by them; of a file of encoders itself, what it is for."""
 
 
 def describe_file(path: str, *, ops: bool = False) -> FileDescription:
@@ -133,7 +136,23 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
             gpus=describe_gpus(path),
             program=_program(file) if ops else None,
             sampling=file_sampling(metadata, name=file.path.name),
+            encoders=_encoders(file, architecture),
         )
+
+
+def _encoders(file: "GGUFFile | CheckpointModel", architecture: str) -> dict[str, Any] | None:
+    if not isinstance(file, GGUFFile):
+        return None
+    from localinfer.loading.media import media_kinds
+    from localinfer.loading.options import media_path_of
+
+    path = file.path if architecture == "clip" else media_path_of("auto", file.path)
+    if path is None:
+        return None
+    try:
+        return {"file": path.name, "reads": ["pictures" if kind == "image" else "sounds" for kind in media_kinds(path)]}
+    except ModelFileError as error:
+        return {"file": path.name, "reads": [], "problem": str(error)}
 
 
 def _program(file: "GGUFFile | CheckpointModel") -> dict[str, Any]:
@@ -282,6 +301,14 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
     }
     if description.drafts_for is not None:
         rows["architecture"] += f", a draft model: for a {description.drafts_for} model, given with it as --draft"
+    if (encoders := description.encoders) is not None:
+        reads = " and ".join(encoders["reads"]) or f"nothing: {encoders['problem']}"
+        is_itself = encoders["file"] == os.path.basename(description.path)
+        rows["reads"] = (
+            f"{reads}, for a model that it is given to as --mmproj"
+            if is_itself
+            else (f"text, {reads} by {_short(encoders['file'], None)}")
+        )
     if description.sampling:
         rows["sampling"] = ", ".join(f"{name} {value:g}" for name, value in description.sampling.items())
     if description.unknown_settings:

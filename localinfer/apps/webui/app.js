@@ -20,6 +20,7 @@ class App {
     this.tabs = new Tabs((told) => this.told(told));
     this.log = new MessageLog(this);
     this.sidebar = new Sidebar(this);
+    this.attachments = new Attachments(this);
   }
 
   async start() {
@@ -79,6 +80,7 @@ class App {
     byId('send').textContent = isRunning ? 'Stop' : 'Send';
     byId('log').setAttribute('aria-busy', String(isRunning));
     this.sidebar.show();
+    this.attachments.show();
     this.showContext();
   }
 
@@ -300,11 +302,11 @@ class App {
   }
 
   /** Send a message; false if nothing was sent, since another tab writes. */
-  send(text) {
+  send(text, media = []) {
     const { current } = this;
     return this.write(current, () => {
-      current.name ||= text.trim().split('\n')[0].slice(0, 60);
-      const turn = current.next('user', text);
+      current.name ||= (text.trim().split('\n')[0] || media[0]?.name || '').slice(0, 60);
+      const turn = current.next('user', text, current.head, media.length ? { media } : {});
       return [turn, current.next('assistant', '', turn.id)];
     });
   }
@@ -330,7 +332,8 @@ class App {
     const { current } = this;
     this.stopWriting(current, true);
     return this.write(current, () => {
-      const turn = current.next('user', text, former.parent);
+      const { media } = former;
+      const turn = current.next('user', text, former.parent, media ? { media } : {});
       return [turn, current.next('assistant', '', turn.id)];
     }, { patience: URGENT_MILLISECONDS });
   }
@@ -602,7 +605,7 @@ class App {
   async submit() {
     const field = byId('message');
     const text = field.value.trim();
-    if (!text) return;
+    if (!text && !this.attachments.media.length) return;
     if (this.isWritten(this.current)) {
       this.waiting = this.current;
       this.notice(WAITS, 'Not yet', () => { this.waiting = null; });
@@ -612,8 +615,10 @@ class App {
     field.value = '';
     grow(field);
     const { current } = this;
-    const isSent = await this.send(text);
+    const media = this.attachments.take();
+    const isSent = await this.send(text, media);
     if (!isSent) {
+      this.attachments.giveBack(media);
       field.value = field.value ? `${text}\n${field.value}` : text;
       grow(field);
     }
@@ -658,6 +663,7 @@ class App {
       this.current.model = byId('model').value;
       this.keepOptions();
       this.log.update();
+      this.attachments.show();
       this.showContext();
     };
     byId('composer').onsubmit = (event) => {
@@ -680,6 +686,7 @@ class App {
     addEventListener('pagehide', () => this.replies.forEach((reply) => reply.leave()));
     this.log.connect();
     this.sidebar.connect();
+    this.attachments.connect();
   }
 
   copyCode(figure, control) {

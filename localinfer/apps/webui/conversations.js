@@ -110,6 +110,13 @@ function fromTurns({ turns, others = [], ...kept }) {
   return { record: { ...record, head: parent, version: 1 }, messages };
 }
 
+/** Whether a value is a list of pictures and sounds, as turns have them. */
+function isMedia(value) {
+  const isOne = (one) => isRecord(one) && ['image', 'audio'].includes(one.type) && typeof one.data === 'string'
+    && /^[A-Za-z0-9+/]*=*$/.test(one.data);
+  return Array.isArray(value) && value.every(isOne);
+}
+
 /** What a file holds that was exported as JSON, as record and messages with a new id, if it is one that is here; null
  *  for other files. */
 function imported(text, isHere) {
@@ -120,7 +127,7 @@ function imported(text, isHere) {
     return null;
   }
   const isTurn = (turn) => isRecord(turn) && ['user', 'assistant'].includes(turn.role)
-    && typeof turn.content === 'string';
+    && typeof turn.content === 'string' && (turn.media === undefined || isMedia(turn.media));
   if (!isRecord(value) || !Array.isArray(value.turns) || !value.turns.every(isTurn)) return null;
   const others = Array.isArray(value.others) ? value.others.filter((one) => isTurn(one) && one.id) : [];
   const id = typeof value.id === 'string' && !isHere(value.id) ? value.id : makeId();
@@ -166,13 +173,33 @@ function requestBody({ model, system, options, turns }, continues = false) {
     const { role, reasoning } = turn;
     const content = turn.is_summary && turn === turns.at(-1) ? SUMMARY_REQUEST : turn.content;
     const last = messages.at(-1);
+    const parts = partsOf(turn);
     if (!content && role === 'assistant' && !(continues && turn === turns.at(-1))) continue;
-    if (last?.role === role) last.content += `\n\n${content}`;
-    else messages.push({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) });
+    if (last?.role === role) last.content = joined(last.content, parts.length ? [...parts, textPart(content)] : content);
+    else {
+      const sent = parts.length ? [...parts, ...(content ? [textPart(content)] : [])] : content;
+      messages.push({ role, content: sent, ...(reasoning ? { reasoning_content: reasoning } : {}) });
+    }
   }
   const continuing = continues ? { continue_final_message: true, add_generation_prompt: false } : {};
   const streaming = { stream: true, stream_options: { include_usage: true }, return_progress: true };
   return { model, messages, ...streaming, ...continuing, ...options };
+}
+
+const textPart = (text) => ({ type: 'text', text });
+
+/** The pictures and sounds of a turn, as they are sent. */
+function partsOf({ media = [] }) {
+  return media.map(({ type, name, data }) => (type === 'image'
+    ? { type: 'image_url', image_url: { url: `data:;base64,${data}` } }
+    : { type: 'input_audio', input_audio: { data, format: name?.split('.').at(-1) || 'wav' } }));
+}
+
+/** The contents of two messages that follow each other, as one. */
+function joined(first, second) {
+  if (typeof first === 'string' && typeof second === 'string') return `${first}\n\n${second}`;
+  const listed = (content) => (typeof content === 'string' ? [textPart(content)] : content);
+  return [...listed(first), ...listed(second)];
 }
 
 /** From which message on what is read takes so many tokens at most, by the tokens that all of it takes; null if there is
@@ -272,9 +299,10 @@ function toJson(conversation) {
 
 function toMarkdown({ name, model, system, turns }) {
   const parts = [`# ${name || 'Conversation'}`, ...(system ? [`## System\n\n${system}`] : [])];
-  for (const { role, content, reasoning } of turns) {
+  for (const { role, content, reasoning, media = [] } of turns) {
+    const shown = media.map(({ type, name }) => `[${type === 'image' ? 'picture' : 'sound'} ${name}]\n\n`).join('');
     const quoted = reasoning ? `> ${reasoning.trim().replaceAll('\n', '\n> ')}\n\n` : '';
-    parts.push(`## ${role === 'user' ? 'You' : `Assistant (${model})`}\n\n${quoted}${content.trim()}`);
+    parts.push(`## ${role === 'user' ? 'You' : `Assistant (${model})`}\n\n${quoted}${shown}${content.trim()}`);
   }
   return `${parts.join('\n\n')}\n`;
 }

@@ -17,6 +17,7 @@ class TurnView {
     this.numReasoning = 0;
     this.state = null;
     this.editor = null;
+    if (turn.media?.length) this.body.append(element('p', { className: 'media' }, ...turn.media.map(thumbnail)));
     if (isUser || isLater) this.body.append(turn.content);
     this.isRaw = !isUser && isLater;
     if (this.isRaw) this.body.classList.add('raw');

@@ -138,13 +138,15 @@ class MemoryPlan:
     as constraints search it, embeddings of pictures and sounds that are kept."""
     partial_bytes: int = 0
     """Addition by attention for each chunk of positions."""
+    media_bytes: int = 0
+    """Encoders of pictures and sounds."""
     kv_tokens: int | None = None
     """Most positions of a text whose keys and values are held, where it evicts some; None for all of them."""
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes whatever the context, without keys, values and recurrent states."""
-        own = self.weight_bytes + self.scratch_bytes
+        own = self.weight_bytes + self.scratch_bytes + self.media_bytes
         return own if self.beside is None else own + self.beside.fixed_bytes
 
     def growth_bytes(self, context_length: int) -> int:
@@ -155,8 +157,8 @@ class MemoryPlan:
 
     @property
     def all_weight_bytes(self) -> int:
-        """Bytes of weights, with those of a draft model."""
-        return self.weight_bytes + (0 if self.beside is None else self.beside.weight_bytes)
+        """Bytes of weights, with those of a draft model and of encoders."""
+        return self.weight_bytes + self.media_bytes + (0 if self.beside is None else self.beside.weight_bytes)
 
     def kv_layout(self, context_length: int, kv_type: str | None = None) -> KVLayout:
         """The layout that a model loaded with this context has: windows shorter than it are stored apart."""

@@ -22,7 +22,7 @@ from localinfer.storage.hub.variants import (
     StoredFile,
     choose_variant,
     describe_size,
-    is_left_aside,
+    encoders_for,
     parse_reference,
 )
 from localinfer.system.extras import require
@@ -169,12 +169,14 @@ def pull_model(
     places: Places,
     *,
     client: HubClient | None = None,
+    with_encoders: bool = True,
     say: Callable[[str], None] = lambda line: None,
     progress: "ProgressCallback" = lambda stage, done, total: None,
 ) -> PullRecord:
     """Bring a model from the hub, or what is missing of it, and record it.
 
-    say: called with lines about what is chosen, and what it takes. progress: with bytes.
+    with_encoders: also the file of its encoders for pictures or sounds (mmproj), if the repository has one. say: called
+    with lines about what is chosen, and what it takes. progress: with bytes.
     Raises: RequestError for a name without a model; DownloadError. Arrived bytes are kept for the next pull.
     """
     require("hub", "pulling models")
@@ -188,10 +190,12 @@ def pull_model(
         raise HubUnreachableError(f"{error}; {_usable_offline(places)}") from error
     variant = choose_variant(reference, repository.files)
     name = f"{repository.id}:{variant.name}"
-    left = [file.path for file in repository.files if is_left_aside(file.path) and "mmproj" in file.path.lower()]
-    if left:
-        say(f"left aside: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: models see no images here yet")
-    wanted = repository._replace(files=variant.files)
+    encoders = encoders_for(variant, repository.files)
+    files = variant.files
+    if encoders is not None and with_encoders:
+        say(f"with {encoders.path}, by which it reads pictures or sounds; --no-mmproj leaves it out")
+        files = (*files, encoders)
+    wanted = repository._replace(files=files)
     fresh = new_record(name, wanted, cache, quant=variant.quant, is_folder=variant.is_folder)
     with records.locked(name, waits=False) as is_mine:
         if is_mine:

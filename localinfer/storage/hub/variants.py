@@ -135,6 +135,27 @@ def is_left_aside(path: str) -> bool:
     return "mmproj" in name or "imatrix" in name
 
 
+_ENCODER_QUANTS = ("F16", "BF16", "Q8_0", "F32")
+"""Types of encoders' files, the preferred one first: what small weights save is little beside the model."""
+
+
+def encoders_for(variant: Variant, files: Iterable[StoredFile]) -> StoredFile | None:
+    """The file with the encoders of a model that sees or hears (mmproj), in its folder or at the repository's top: of
+    several the preferred one."""
+    if variant.is_folder:
+        return None
+    named = [
+        file
+        for file in files
+        if file.path.lower().endswith(".gguf") and "mmproj" in posixpath.basename(file.path).lower()
+    ]
+    beside = posixpath.dirname(variant.files[0].path)
+    found = [file for file in named if posixpath.dirname(file.path) == beside]
+    found = found or [file for file in named if "/" not in file.path]
+    ranks = {quant: index for index, quant in enumerate(_ENCODER_QUANTS)}
+    return min(found, key=lambda file: (ranks.get(quant_of(file.path) or "", len(ranks)), file.path), default=None)
+
+
 def find_variants(files: Iterable[StoredFile]) -> list[Variant]:
     """The models among files: GGUF files, split ones as one, and the folder of safetensors, if there is one."""
     listed = sorted(files, key=lambda file: file.path)

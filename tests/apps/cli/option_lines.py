@@ -30,7 +30,7 @@ GOOD = {
         -p Hi -n 1 --model {demo} --device cpu --gpu-layers 0 --threads 1 --context-length 64 --no-disk-cache --json
         --no-config --prompt Hi --max-tokens 1 --disk-cache-size 1MB --disk-cache-folder {folder} --json-schema {schema}
         {hi} --kv-window 256 --kv-type q8_0/f16 --kv-memory 64MB --grammar {grammar} --n-cpu-moe 1 --tensor-split 3,1
-        {hi} --speculation draft --draft {demo} --regex a+
+        {hi} --speculation draft --draft {demo} --regex a+ --mmproj off
         {hi} --model {mtp} --speculation mtp --threads 1 --measure-again
         {hi} --beams 2 --raw --ignore-model-sampling --no-verify --cpu-moe --chat-template-kwargs a=b
     """,
@@ -47,7 +47,7 @@ GOOD = {
         {brief} --prompt Hi --file {file} --show-reasoning --regex ab
         {brief} --stats --session dogs
         {one} --kv-window 256 --n-cpu-moe 1 --tensor-split 3,1
-        {one} --speculation draft --draft {demo}
+        {one} --speculation draft --draft {demo} --mmproj auto
         {one} --model {mtp} --speculation mtp --threads 1 --measure-again
         {one} --continue
         {one} --session dogs
@@ -125,7 +125,7 @@ GOOD = {
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --context-length 512 --cpu-moe
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder}
         --kv-window 256 --no-disk-cache --n-cpu-moe 1 --tensor-split 3,1
-        --speculation draft --draft {demo} --no-disk-cache
+        --speculation draft --draft {demo} --no-disk-cache --mmproj off
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache
     """,
     "serve": """
@@ -137,7 +137,7 @@ GOOD = {
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
         --kv-window 256 --no-tcp --context-length 512 --socket {sock} --move-volatile-head --n-cpu-moe 1 {slots}
-        --speculation draft --draft {demo} --no-tcp --socket {sock}
+        --speculation draft --draft {demo} --no-tcp --socket {sock} --mmproj off --allow-media-urls
         --model {mtp} --speculation mtp --threads 1 --measure-again --no-disk-cache --no-tcp --socket {sock}
         --models {models} --host 127.0.0.1 --port 0 --socket {sock} --token-file {keys} --allow-host x --strict-model
         --models {models} --port 0 --socket {sock} --token-file {keys} --isolate-cache
@@ -176,6 +176,7 @@ BAD = {
         --speculation mtp
         --speculation mtp --draft {demo}
         --draft no-such-file
+        --mmproj no-such-file
         --no-disk-cache=maybe
         --measure-again=maybe
         --chat-template no-such-file
@@ -316,6 +317,7 @@ BAD = {
     """,
     "pull": """
         no-such-file
+        --no-mmproj no-such-file
     """,
     "list": """
         --all=maybe
@@ -331,6 +333,7 @@ BAD = {
         --kv-type q9
         --kv-window 0
         --draft no-such-file
+        --mmproj no-such-file
         --no-config=maybe
     """,
     "doctor": """
@@ -421,6 +424,7 @@ BAD = {
         --allow-host \udcff
         --allow-origin \udcff
         --allow-private-network=maybe
+        --allow-media-urls=maybe
         --isolate-cache=maybe
         --port 0 --no-socket --isolate-cache
         --strict-model=maybe

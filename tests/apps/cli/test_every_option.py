@@ -136,6 +136,7 @@ ELSEWHERE = {
     "good": {
         *(("bench", name) for name in ("compare", "peer_python", "output", *SERVE)),
         *(("chat", name) for name in ("images", "audios")),
+        ("pull", "no_mmproj"),
     },
     "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "mcp", "cache")},
 }

@@ -18,6 +18,7 @@ COMMAND_LINE = {
     "model": None,
     "context_length": None,
     "kv_type": "f16",
+    "mmproj": "auto",
     "threads": 2,
     "draft": None,
     "chat_template": None,

@@ -1,5 +1,6 @@
 """The chat page in a headless Chromium: what a user does, and that nothing runs or leaves the page but what should."""
 
+import base64
 import copy
 import json
 import os
@@ -7,14 +8,19 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from local_servers import ServedModel, serving
 from scripted_models import loader, scripted_sources
 
+import localinfer
+from localinfer.apps.server.router.model_folder import model_source
 from localinfer.apps.server.transport.settings import ServerSettings
 from tests.support.limits import seconds, wait_until
+from tests.support.seeing_model import picture_file, seeing_demo
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives browsers, is not installed")
 
@@ -714,3 +720,47 @@ def test_token_is_asked_for_and_kept_while_the_tab_is_open(open_chat: Callable[.
         assert chat.page.evaluate("JSON.stringify(localStorage)").count("s3cret") == 0
         assert all("401" in problem for problem in chat.problems)
         chat.context.close()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+    """A server whose model reads pictures."""
+    source = model_source(seeing_demo(tmp_path_factory.mktemp("seeing")))
+    assert source is not None
+    llm = localinfer.load(source.path, threads=1, disk_cache=False)
+    with llm, serving(ServerSettings(port=0), sources=[source], load=lambda _: llm) as running:
+        yield running
+
+
+DROP = """([data, type]) => {
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([bytes], `${type}.png`, { type: 'image/png' }));
+  const options = { bubbles: true, cancelable: true };
+  const field = document.getElementById('message');
+  field.dispatchEvent(type === 'drop' ? new DragEvent('drop', { ...options, dataTransfer: transfer })
+    : new ClipboardEvent('paste', { ...options, clipboardData: transfer }));
+}"""
+
+
+def test_pictures_are_attached_sent_and_kept(browser: Any, seeing: ServedModel, tmp_path: Path) -> None:
+    chat = Chat(browser, seeing.url)
+    with closing(chat.context):
+        page, data = chat.page, base64.b64encode(picture_file()).decode()
+        (tmp_path / "chosen.png").write_bytes(picture_file(1))
+        page.locator("#attach").wait_for()
+        page.set_input_files("#attach-file", str(tmp_path / "chosen.png"))
+        for number, way in enumerate(("drop", "paste"), 1):
+            page.evaluate(DROP, [data, way])
+            page.locator("#attached li").nth(number).wait_for()
+        page.get_by_label("Remove drop.png").click()
+        chat.send("What is it?")
+        chat.wait_end()
+        sent = chat.bodies[-1]["messages"][-1]["content"]
+        assert [part["type"] for part in sent] == ["image_url", "image_url", "text"]
+        assert sent[1]["image_url"]["url"] == f"data:;base64,{data}"
+        assert page.locator("#attached li").count() == 0
+        page.reload()
+        page.locator(".turn.user img.thumbnail").nth(1).wait_for()
+        assert page.evaluate("document.querySelector('.turn.user img').naturalWidth") == 60
+        assert not chat.problems and not page.evaluate("window.violations")

@@ -138,12 +138,12 @@ class FakeModel:
         self.prepared: list[bytes] = []
         self.encoded = 0
 
-    def prepare(self, kind: str, data: bytes) -> PreparedMedia:
+    def prepare(self, kind: str, data: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
         self.prepared.append(data)
         tile = EncoderInput(
             False, np.frombuffer(data, np.uint8).reshape(1, -1, 1), len(data), (1, len(data)), len(data)
         )
-        return PreparedMedia.from_pieces(["<|im_start|>", tile, "x", tile, "<|im_end|>"])
+        return PreparedMedia.from_pieces(["<|im_start|>", tile, "x", tile, "<|im_end|>"]), ()
 
     def encode(self, piece: EncoderInput) -> np.ndarray:
         self.encoded += 1
@@ -169,7 +169,7 @@ def test_a_chat_with_pictures_is_the_ids_of_its_texts_and_pictures() -> None:
     picture = {"type": "image", "image": DATA}
     chat = encoded([{"type": "text", "text": "What"}, picture, {"type": "text", "text": "is it?"}])
     words = tokenizer.encode_segments
-    rows = media_ids(b"fake", PreparedMedia.from_pieces([model.prepare("image", DATA).pieces[1]]).digest, len(DATA))
+    rows = media_ids(b"fake", PreparedMedia.from_pieces([model.prepare("image", DATA)[0].pieces[1]]).digest, len(DATA))
     around = [
         tokenizer.encode(text, parse_special=True, add_special=False) for text in ("<|im_start|>", "x", "<|im_end|>")
     ]

@@ -7,6 +7,8 @@ from localinfer.storage.hub.variants import (
     Reference,
     StoredFile,
     choose_variant,
+    encoders_for,
+    find_variants,
     is_safe_path,
     parse_reference,
     quant_of,
@@ -76,6 +78,23 @@ def test_projectors_and_importance_matrices_are_no_models():
     assert chosen(None, "mmproj-Q4_K_M.gguf", "imatrix-Q4_K_M.gguf", "m-Q8_0.gguf") == ["m-Q8_0.gguf"]
     with pytest.raises(RequestError, match="projectors or importance matrices only"):
         chosen(None, "mmproj-F16.gguf")
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "expected"),
+    [
+        ("m-Q4_0.gguf", ["mmproj-m-Q8_0.gguf", "mmproj-m-f16.gguf", "mmproj-m-F32.gguf"], "mmproj-m-f16.gguf"),
+        ("m-Q4_0.gguf", ["mmproj-m-F32.gguf", "mmproj-m-bf16.gguf"], "mmproj-m-bf16.gguf"),
+        ("a/m-Q4_0.gguf", ["b/mmproj-F16.gguf", "a/mmproj-Q8_0.gguf", "mmproj-F16.gguf"], "a/mmproj-Q8_0.gguf"),
+        ("a/m-Q4_0.gguf", ["b/mmproj-F16.gguf", "mmproj.gguf"], "mmproj.gguf"),
+        ("m-Q4_0.gguf", ["b/mmproj-F16.gguf", "mmproj.txt"], None),
+    ],
+)
+def test_encoders_are_those_beside_the_model(model, others, expected):
+    files = [StoredFile(path, 10) for path in (model, *others)]
+    (variant,) = find_variants(files)
+    found = encoders_for(variant, files)
+    assert (None if found is None else found.path) == expected
 
 
 def test_folders_come_without_pickles_and_second_copies():

@@ -1,7 +1,7 @@
 """Pictures and sounds in the messages of each API, as the engine's `MediaSource`, or refused.
 
-A part holds its bytes: base64, or a `data:` URL. Paths are never read for a client, and other URLs only by
-`media_urls`, where the server was started to.
+A part holds its bytes: base64, or a `data:` URL, which `transport.media_urls` makes of others where the server may.
+Paths are never read for a client.
 """
 
 import base64
@@ -52,7 +52,7 @@ def decoded(text: str, place: str, path: str) -> bytes:
     if found is None and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text):
         raise unsupported(
             f"{place} is the address {text[:60]!r}, and this server fetches nothing; send the bytes of the file as a "
-            "data: URL, such as data:image/png;base64,...",
+            "data: URL, such as data:image/png;base64,..., or start it with --allow-media-urls",
             path,
         )
     try:

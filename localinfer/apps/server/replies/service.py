@@ -47,6 +47,7 @@ from localinfer.apps.server.transport.http import (
     to_api_error,
 )
 from localinfer.apps.server.transport.known_fields import collecting, header
+from localinfer.apps.server.transport.media_urls import fetch_media
 from localinfer.apps.server.transport.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -585,6 +586,8 @@ async def read_body(request: Request, record: type[Record]) -> Record:
     """The body of a request as a record. Raises: as `Bodies.read`."""
     service = service_of(request)
     body = await service.bodies.read(request, record, service.settings)
+    if service.settings.allows_media_urls:
+        await fetch_media(body)
     model = getattr(body, "model", None)
     if isinstance(model, str) and len(model) > _MOST_NAME:
         raise ApiError(400, f"model has {len(model):,} characters; names have at most {_MOST_NAME:,}", param="model")

@@ -88,14 +88,16 @@ def measure_need(
     context_length: int | None = None,
     *,
     draft: str | os.PathLike[str] | None = None,
+    mmproj: str | os.PathLike[str] = "auto",
 ) -> MemoryNeed:
     """Read from a model's file what it will take.
 
     changes: settings in place of those of the file. context_length: the one it will be loaded with, None for its own.
-    draft: path of a draft model that is loaded with it.
+    draft: path of a draft model that is loaded with it. mmproj: the option of its encoders of pictures and sounds.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
     from localinfer.loading.memory.plan import plan_file, plan_memory
+    from localinfer.loading.options import media_path_of
     from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import capabilities, open_model_file
 
@@ -105,6 +107,13 @@ def measure_need(
         plan = plan_memory(file, kv_type=kv_type, draft_layers=draft is None, assistant=assistant, changes=changes)
         if draft is not None and assistant is None:
             plan = replace(plan, beside=plan_file(draft, kv_type=kv_type))
+        encoders = media_path_of(mmproj, Path(path))
+        media: tuple[str, ...] = ()
+        if encoders is not None:
+            from localinfer.loading.media import CAPABILITIES, media_kinds
+
+            plan = replace(plan, media_bytes=encoders.stat().st_size)
+            media = tuple(CAPABILITIES[kind] for kind in media_kinds(encoders))
         longest = max(plan.config.context_length, context_length or 0)
         layouts = [one.kv_layout(longest) for one in (plan, plan.beside) if one is not None]
         per_token = sum(-(-layout.page_bytes // layout.page_tokens) for layout in layouts)
@@ -116,7 +125,7 @@ def measure_need(
             fixed,
             per_token,
             longest,
-            capabilities(plan.config, file.metadata),
+            capabilities(plan.config, file.metadata) + media,
             file.num_bytes,
             trained if isinstance(trained, int) else None,
         )

@@ -1,0 +1,210 @@
+"""The encoders of a model that sees or hears: which file they are in, and the `MediaModel` that a loaded model uses."""
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localinfer.errors import ContextLengthError, MissingPackageError, RequestError
+from localinfer.generation.chat.media_parts import MediaKind
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.models.media.companion import find_companion
+from localinfer.models.media.encoder import MediaEncoder, read_mmproj
+from localinfer.models.media.mmproj import MediaConfig
+from localinfer.models.media.picture_layouts import count_rows, lay_out
+from localinfer.models.media.records import EncoderInput, PreparedMedia
+from localinfer.models.media.spectrograms import lay_out_sound
+from localinfer.quant.gguf.reader import read_gguf
+from localinfer.storage.fingerprint import WeightsFiles
+from localinfer.system.extras import require
+from localinfer.system.machine_limits import processor_limits
+from localinfer.types import FloatArray, ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.models.load.loader import Model
+
+logger = logging.getLogger(__name__)
+
+AUTO, OFF = "auto", "off"
+CAPABILITIES: dict[MediaKind, str] = {"image": "vision", "audio": "audio"}
+"""Kinds of media, as the task of a model is named."""
+
+
+def media_path(mmproj: str | Path, model: Path) -> Path | None:
+    """The mmproj file of a model, as it was named or as it lies beside; None for a model of text.
+
+    Raises: ModelFileError for a model's file that cannot be read.
+    """
+    if mmproj == OFF or (mmproj == AUTO and model.is_dir()):
+        return None
+    if mmproj != AUTO:
+        return Path(mmproj)
+    with read_gguf(model) as file:
+        width = file.metadata.get(f"{file.metadata.get('general.architecture')}.embedding_length")
+    return find_companion(model, width) if isinstance(width, int) else None
+
+
+def media_kinds(path: Path | None) -> tuple[MediaKind, ...]:
+    """Kinds of media that an mmproj file has encoders for. Raises: ModelFileError."""
+    if path is None:
+        return ()
+    with read_gguf(path) as file:
+        return _kinds(read_mmproj(file))
+
+
+def open_media(path: Path, model: "Model", memory: Path | None, progress: ProgressCallback | None) -> "LoadedMedia":
+    """Load the encoders of an mmproj file for a loaded model, on its threads.
+
+    memory: a private folder in which the hash of the file is kept. Raises: ModelFileError; RequestError for a file of
+    another model.
+    """
+    config = model.config
+    with ExitStack() as opened:
+        file = opened.enter_context(read_gguf(path))
+        found = read_mmproj(file, has_mrope=any(config.rope.sections[1:]))
+        for part in (found.picture, found.sound):
+            if part is not None and part.output_size != config.hidden_size:
+                raise RequestError(
+                    f"{path.name} makes embeddings of {part.output_size} numbers, and {model.file.path.name} takes "
+                    f"{config.hidden_size}; give the mmproj file of this model"
+                )
+        weights = WeightsFiles(file, memory)
+        settings = hashlib.sha256(repr(found).encode()).digest()
+        # Of its own, so that the steps of running texts need not wait until a picture is encoded.
+        pool = ThreadPool(
+            model.pool.num_threads,
+            priority=model.pool.priority,
+            performance_cores=processor_limits().performance_cores,
+        )
+        opened.callback(pool.close)
+        encoder = MediaEncoder(found, file, pool, progress)
+        opened.callback(encoder.close)
+        compile_ahead(encoder.kernels, progress)
+        # Small tensors are read when they are used.
+        close = opened.pop_all().close
+
+    def identity() -> bytes:
+        return settings + (weights.cached_hash() or weights.compute_hash(threads=model.pool.num_threads) or "").encode()
+
+    return LoadedMedia(
+        encoder,
+        pool,
+        close=close,
+        text_size=config.hidden_size,
+        context_length=config.context_length,
+        identity=identity,
+        has_token=_token_finder(model),
+    )
+
+
+class LoadedMedia:
+    """Encoders of a loaded model; implements `MediaModel`. pool: its threads."""
+
+    def __init__(
+        self,
+        encoder: MediaEncoder,
+        pool: ThreadPool,
+        *,
+        close: Callable[[], None],
+        text_size: int,
+        context_length: int,
+        identity: Callable[[], bytes],
+        has_token: Callable[[str], bool],
+    ) -> None:
+        self.config = encoder.config
+        self.kinds = _kinds(self.config)
+        self._encoder = encoder
+        self.pool = pool
+        self._close = close
+        self._lock = threading.Lock()
+        self._text_size = text_size
+        self._context_length = context_length
+        self._find_identity = identity
+        self._identity: bytes | None = None
+        self._has_token = has_token
+
+    @property
+    def identity(self) -> bytes:
+        """Identity of weights and settings; the weights are hashed when it is first asked for."""
+        if self._identity is None:
+            self._identity = self._find_identity()
+        return self._identity
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Tasks of the model that come with the encoders."""
+        return tuple(CAPABILITIES[kind] for kind in self.kinds)
+
+    def prepare(self, kind: MediaKind, data: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
+        """Decode and lay out the bytes of a file; also what was left out, in words.
+
+        Raises: RequestError for what cannot be read, MissingPackageError.
+        """
+        if kind == "image":
+            from localinfer.models.media.pictures import open_picture
+
+            opened = open_picture(data)
+            self._check_rows(opened.width, opened.height)
+            picture = opened.decode()
+            return lay_out(picture.pixels, self.config, has_token=self._has_token), picture.notices
+        from localinfer.models.media.sounds import read_sound
+
+        return lay_out_sound(read_sound(data), self.config), ()
+
+    def _check_rows(self, width: int, height: int) -> None:
+        """Refuse a picture that no prompt can hold, before it is decoded. Raises: ContextLengthError."""
+        num_rows = count_rows(width, height, self.config)
+        if num_rows > self._context_length:
+            raise ContextLengthError(
+                f"a picture of {width} x {height} pixels takes {num_rows:,} tokens, and the context holds "
+                f"{self._context_length:,}; make it smaller, or load the model with a larger context_length",
+                num_tokens=num_rows,
+                context_length=self._context_length,
+            )
+
+    def encode(self, piece: EncoderInput) -> FloatArray:
+        """Return the embeddings, float32[num_rows, width], on threads of its own, beside steps of the model."""
+        with self._lock:
+            return self._encoder.encode(piece)
+
+    def sees_itself(self, piece: EncoderInput) -> bool:
+        """True if the decoder's rows of this input see each other in both directions."""
+        return not piece.is_sound and self.config.sees_itself(self._text_size)
+
+    def close(self) -> None:
+        """Release the encoders' weights and threads, once a picture in progress is encoded."""
+        with self._lock:
+            self._close()
+
+
+def missing_packages(kinds: tuple[MediaKind, ...]) -> str | None:
+    """The error of packages that reading such media needs and that are not installed; None if all are."""
+    modules = {"image": ("PIL",), "audio": ("soundfile", "soxr")}
+    try:
+        for kind in kinds:
+            require("media", {"image": "reading pictures", "audio": "reading sounds"}[kind], modules[kind])
+    except MissingPackageError as error:
+        return str(error)
+    return None
+
+
+def _kinds(config: MediaConfig) -> tuple[MediaKind, ...]:
+    found: list[MediaKind] = []
+    if config.picture is not None:
+        found.append("image")
+    if config.sound is not None:
+        found.append("audio")
+    return tuple(found)
+
+
+def _token_finder(model: "Model") -> Callable[[str], bool]:
+    tokenizer = model.tokenizer
+
+    def has_token(text: str) -> bool:
+        return tokenizer is not None and len(tokenizer.encode(text, add_special=False, parse_special=True)) == 1
+
+    return has_token

@@ -1,0 +1,191 @@
+"""Pictures by every API of the server, and what it says of a model that reads them."""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from client_imports import import_or_skip
+
+import localinfer
+from localinfer.apps.server.router.model_folder import model_source
+from localinfer.apps.server.transport.settings import ServerSettings
+from tests.apps.server.local_servers import serving
+from tests.support.seeing_model import PICTURE_ROWS, picture_file, seeing_demo
+
+pytestmark = pytest.mark.system
+pytest.importorskip("PIL", reason="Pillow is an optional package")
+DATA = base64.b64encode(picture_file()).decode()
+URL = f"data:image/png;base64,{DATA}"
+TEXT = "What is it?"
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server whose model sees."""
+    source = model_source(seeing_demo(tmp_path_factory.mktemp("seeing")))
+    assert source is not None
+    llm = localinfer.load(source.path, threads=1, disk_cache=False)
+    with (
+        llm,
+        serving(ServerSettings(port=0), sources=[source], load=lambda _: llm) as running,
+        httpx.Client(base_url=running.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def openai(part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": TEXT}]}]}
+
+
+def anthropic(block: Any) -> dict[str, Any]:
+    return {"max_tokens": 4, "messages": [{"role": "user", "content": [block, {"type": "text", "text": TEXT}]}]}
+
+
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "image_url": ("/v1/chat/completions", openai({"type": "image_url", "image_url": {"url": URL, "detail": "low"}})),
+    "image_url as text": ("/v1/chat/completions", openai({"type": "image_url", "image_url": URL})),
+    "input_image": (
+        "/v1/responses",
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": TEXT}],
+                }
+            ]
+        },
+    ),
+    "a block": ("/v1/messages", anthropic(BLOCK)),
+    "images of a chat": ("/api/chat", {"messages": [{"role": "user", "content": TEXT, "images": [DATA]}]}),
+    "images of a prompt": ("/api/generate", {"prompt": TEXT, "images": [DATA]}),
+}
+
+
+def prompt_tokens(answer: dict[str, Any]) -> int:
+    usage = answer.get("usage", answer)
+    names = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+    cached = usage.get("cache_read_input_tokens") or 0
+    return next(usage[name] for name in names if name in usage) + cached
+
+
+def post(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    limits: dict[str, Any] = {"/v1/chat/completions": {"max_tokens": 4}, "/v1/responses": {"max_output_tokens": 4}}
+    ollama = {"stream": False, "options": {"num_predict": 4}}
+    more = limits.get(path, ollama if path.startswith("/api") else {})
+    return client.post(path, json={"model": "demo-f16", **body, **more})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_picture_comes_by_every_api(seeing: httpx.Client, way: str) -> None:
+    path, body = WAYS[way]
+    answer = post(seeing, path, body)
+    assert answer.status_code == 200, answer.text
+    expected = post(seeing, *WAYS["image_url"]).json()
+    assert prompt_tokens(answer.json()) == prompt_tokens(expected)
+    text = {"messages": [{"role": "user", "content": TEXT}]}
+    assert prompt_tokens(expected) == prompt_tokens(post(seeing, "/v1/chat/completions", text).json()) + PICTURE_ROWS
+
+
+def test_results_of_tools_may_be_pictures(seeing: httpx.Client) -> None:
+    tool = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
+    asked: list[Any] = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+    ]
+
+    def tokens(content: Any) -> int:
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content}]}
+        body = {"max_tokens": 4, "tools": [tool], "messages": [*asked, result]}
+        answer = post(seeing, "/v1/messages", body)
+        assert answer.status_code == 200, answer.text
+        return prompt_tokens(answer.json())
+
+    assert tokens([BLOCK, {"type": "text", "text": "so"}]) == tokens("so") + PICTURE_ROWS
+
+
+@pytest.mark.parametrize(
+    ("way", "part", "words"),
+    [
+        ("image_url", {"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}, "--allow-media-urls"),
+        ("image_url", {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "fetches nothing"),
+        ("image_url", {"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "no base64"),
+        ("image_url", {"type": "image_url"}, "is missing"),
+        ("image_url", {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "unknown format"),
+        ("image_url", {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}, "is a sound"),
+        ("image_url", {"type": "image", "path": "/etc/passwd"}, "is missing"),
+        ("image_url", {"type": "video_url", "video_url": {"url": URL}}, "of type 'video_url'"),
+        (
+            "a block",
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "?"}},
+            "no base64",
+        ),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_its_part(seeing: httpx.Client, way: str, part: Any, words: str) -> None:
+    path = WAYS[way][0]
+    answer = post(seeing, path, (openai if way == "image_url" else anthropic)(part))
+    assert answer.status_code == 400 and words in answer.text and "messages[0]" in answer.text
+
+
+def test_what_a_model_reads_is_told(seeing: httpx.Client) -> None:
+    (model,) = seeing.get("/v1/models").json()["data"]
+    assert "vision" in model["capabilities"] and "audio" not in model["capabilities"]
+    assert seeing.get("/props").json()["modalities"] == {"vision": True, "video": False, "audio": False}
+    assert "vision" in seeing.post("/api/show", json={"model": "demo-f16"}).json()["capabilities"]
+
+
+def test_tokens_of_pictures_are_counted_before(seeing: httpx.Client) -> None:
+    path, body = WAYS["a block"]
+    counted = seeing.post(f"{path}/count_tokens", json={"model": "demo-f16", "messages": body["messages"]}).json()
+    assert counted["input_tokens"] == prompt_tokens(post(seeing, path, body).json())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("own_leftovers")
+class TestClients:
+    """Clients of other people, unmodified."""
+
+    def test_openai(self, seeing: httpx.Client) -> None:
+        openai = import_or_skip("openai")
+        with openai.OpenAI(base_url=f"{seeing.base_url}/v1", api_key="none") as client:
+            messages = WAYS["image_url"][1]["messages"]
+            reply = client.chat.completions.create(model="demo-f16", messages=messages, max_tokens=4)
+            assert reply.usage.prompt_tokens > PICTURE_ROWS and reply.choices[0].message.content
+            response = client.responses.create(
+                model="demo-f16", input=WAYS["input_image"][1]["input"], max_output_tokens=4
+            )
+            assert response.usage.input_tokens == reply.usage.prompt_tokens
+
+    def test_anthropic(self, seeing: httpx.Client) -> None:
+        anthropic = import_or_skip("anthropic")
+        with anthropic.Anthropic(base_url=str(seeing.base_url), api_key="none") as client:
+            messages = WAYS["a block"][1]["messages"]
+            reply = client.messages.create(model="demo-f16", max_tokens=4, messages=messages)
+            usage = reply.usage
+            assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > PICTURE_ROWS
+
+    def test_ollama(self, seeing: httpx.Client, tmp_path: Path) -> None:
+        ollama = import_or_skip("ollama")
+        (tmp_path / "photo.png").write_bytes(picture_file())
+        client = ollama.Client(host=str(seeing.base_url))
+        message = {"role": "user", "content": TEXT, "images": [str(tmp_path / "photo.png")]}
+        reply = client.chat(model="demo-f16", messages=[message], options={"num_predict": 4})
+        assert reply.prompt_eval_count > PICTURE_ROWS
+        made = client.generate(model="demo-f16", prompt=TEXT, images=[picture_file()], options={"num_predict": 4})
+        assert made.prompt_eval_count == reply.prompt_eval_count
+
+    def test_langchain(self, seeing: httpx.Client) -> None:
+        langchain = import_or_skip("langchain_openai")
+        chat = langchain.ChatOpenAI(base_url=f"{seeing.base_url}/v1", api_key="none", model="demo-f16", max_tokens=4)
+        blocks = [
+            {"type": "text", "text": TEXT},
+            {"type": "image", "base64": DATA, "mime_type": "image/png"},
+            {"type": "image_url", "image_url": {"url": URL}},
+        ]
+        reply = chat.invoke([{"role": "user", "content": blocks}])
+        assert reply.usage_metadata["input_tokens"] > 2 * PICTURE_ROWS
