@@ -107,7 +107,8 @@ class Library:
 
 
 VIEWS: dict[str, Any] = {name: View(importlib.import_module(name), absent) for name, absent in ABSENT.items()}
-VIEWS["sys"] = View(sys, platform="win32", getwindowsversion=lambda: (10, 0, 19045))
+# Another object than the text of a test that says the same, which is to be seen everywhere.
+VIEWS["sys"] = View(sys, platform="".join(["win", "32"]), getwindowsversion=lambda: (10, 0, 19045))
 VIEWS["signal"] = View(signal, ABSENT["signal"], SIGBREAK=BREAK)
 VIEWS["ctypes"] = View(importlib.import_module("ctypes"), WinDLL=Library, windll=SimpleNamespace(kernel32=Library()))
 VIEWS |= {"msvcrt": msvcrt, "_winapi": winapi}

@@ -1,6 +1,7 @@
 """Pages of 16 and 64 KiB, as macOS and some kernels of Linux on arm64 have: whole ones are protected, and forgotten."""
 
 import mmap
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.guard import Guard
 from localinfer.quant.gguf.mapped_file import MappedFile
 
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pages of Windows have 4 KiB on every CPU")
 SIZES = (1, 63, 64, 4095, 4096, 16383, 16384, 65536, 65537)
 
 
