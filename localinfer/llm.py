@@ -626,7 +626,7 @@ class LLM(Closing):
         as of `complete`. Raises: RequestError without a disk cache; else as `complete`.
         """
         encoded = self._encode(prompt, parse_special, self._engine.context_length)
-        return self._kv_transfer.prefill(encoded.token_ids, salt_of(cache_salt))
+        return self._kv_transfer.prefill(encoded.token_ids, salt_of(cache_salt), encoded.media)
 
     def stream_prefill(
         self,

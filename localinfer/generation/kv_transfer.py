@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from localinfer.engine.engine import Engine
+    from localinfer.engine.media import MediaRun
     from localinfer.generation.options import CheckedOptions
     from localinfer.models.load.loader import Model
     from localinfer.storage.fingerprint import Fingerprint, ModelIdentity
@@ -67,9 +68,9 @@ class KVTransfer:
         self._engine, self._model, self._identity, self._disk = engine, model, identity, disk
         self._check = check
 
-    def prefill(self, token_ids: _Ids, salt: bytes) -> Prefilled:
-        """Compute a prompt and write it at once."""
-        with self.stream_prefill(token_ids, salt=salt) as stream:
+    def prefill(self, token_ids: _Ids, salt: bytes, media: Sequence[MediaRun] = ()) -> Prefilled:
+        """Compute a prompt, with its pictures and sounds, and write it at once."""
+        with self.stream_prefill(token_ids, salt=salt, media=media) as stream:
             cached_tokens = stream.result().stats.cached_tokens
             return self.store_prompt(stream.request.head, cached_tokens, salt)
 
@@ -81,6 +82,7 @@ class KVTransfer:
         branch_tokens: Sequence[int] = (),
         salt: bytes = NO_SALT,
         owner: Hashable = None,
+        media: Sequence[MediaRun] = (),
     ) -> TextStream:
         """A stream of one token, after which a prompt is in the cache; to be closed before that to stop."""
         from localinfer.generation.text_generation import EncodedPrompt, TextGeneration
@@ -93,7 +95,7 @@ class KVTransfer:
         branches = tuple(check_number("one of branch_tokens", one, 0, field="branch_tokens") for one in branch_tokens)
         options = self._check({"temperature": 0.0, "max_tokens": 1, "owner": owner})
         checked = replace(options, salt=check_salt(salt))
-        prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=branches, is_handed_over=True)
+        prompt = EncodedPrompt(token_ids, system_tokens, branch_tokens=branches, is_handed_over=True, media=media)
         return TextStream(TextGeneration(self._engine, self._model.tokenizer, prompt, checked))
 
     def store_prompt(self, token_ids: _Ids, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:

@@ -15,11 +15,15 @@ from localinfer.engine.sampling.filters import log_total
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
 from localinfer.engine.speculation.costs import VerificationCosts
+from localinfer.engine.speculation.draft_model import DraftModel
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import ContextLengthError, RequestError, TokenIdError
 from localinfer.generation.beam_search import search_beams
 from localinfer.generation.pooling import score_tokens
+from localinfer.generation.resumption import ResumedText
+from localinfer.generation.text_generation import EncodedPrompt
+from localinfer.llm import LLM
 from tests.engine.generations import GREEDY, PARAMS, REPEATING, SEEDED, in_threads, wide_model
 from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, ids_of, media_model, random_pieces, tokens
 from tests.engine.simulated_machine import LINEAR_ROWS
@@ -399,3 +403,26 @@ def test_an_encoder_that_fails_ends_its_own_text_only() -> None:
     assert len(list(stream)) == 19
     pieces: Pieces = [[1], encoder.picture("good", 3, 3), [2]]
     assert tokens(engine, pieces, GREEDY) == cold(pieces, GREEDY)
+
+
+def test_a_text_that_another_process_has_begun_is_resumed_with_its_pictures() -> None:
+    encoder = Encoder()
+    ids, runs = join_pieces([[65, 66], encoder.picture("one", 3, 3), [67]])
+    prompt = EncodedPrompt(ids, media=runs)
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 12, "ignore_eos": True}
+    whole = LLM(media_model()).complete(prompt, **options)  # type: ignore[arg-type]
+    for context, logprobs in ((96, None), (96, 1)):
+        llm = LLM(media_model(context_length=context))  # type: ignore[arg-type]
+        stream = llm.stream(prompt, **options, logprobs=logprobs)  # type: ignore[arg-type]
+        stream.resume(ResumedText(ids, 4, whole.token_ids[:5]))
+        assert stream.result().token_ids == whole.token_ids
+
+
+def test_a_model_that_drafts_for_another_ends_at_a_picture() -> None:
+    drafting = DraftModel(media_model(), target_vocab_size=260)  # type: ignore[arg-type]
+    text = drafting.begin(SamplingPlan(GREEDY, 260))
+    ids, _ = join_pieces([[1, 2], Encoder().picture("one", 3, 3), [3]])
+    out = np.zeros(4, np.int32)
+    assert text.draft(ids[:2], out) == 4
+    assert text.draft(ids, out) == 0
+    assert text.ending is not None and "pictures or sounds, which the draft model does not see" in text.ending

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from localinfer.engine.admission import EngineLimits
+from localinfer.engine.cache.sequence import KVEviction
 from localinfer.engine.engine import Engine
 from localinfer.engine.media import MediaRun, join_pieces, media_ids
 from localinfer.engine.speculation.mtp import MTPDrafter
@@ -211,6 +212,31 @@ def test_drafts_change_no_bit(family: Family, cold: LLM) -> None:
                 found = check(cold, llm, text, max_tokens=24)
                 assert found.stats.drafted_tokens > 0
             check(cold, llm, prompt(family, "end"), max_tokens=24, temperature=1.0, seed=7)
+
+
+def test_what_one_process_prefills_another_finds(family: Family, cold: LLM, tmp_path: Path) -> None:
+    text = prompt(family)
+    with family.load(disk=tmp_path) as llm:
+        assert llm.prefill(text).stored_tokens == len(text.token_ids) - 1  # type: ignore[arg-type]
+    with family.load(disk=tmp_path) as llm:
+        found = answer(llm, EncodedPrompt(text.token_ids, media=[blind(run) for run in text.media]))
+    cold.clear_cache()
+    assert found.logprobs == answer(cold, text).logprobs
+
+
+def test_a_bounded_window_of_keys_and_values_reads_pictures(family: Family) -> None:
+    if family.sees_itself or family.name.startswith("qwen35"):
+        # Sliding windows and recurrent layers bound what is held themselves.
+        return
+    text = prompt(family)
+    model = load_model(family.path, threads=1, kv_type=family.kv_type, takes_media=True, batch_rows=32, kv_window=128)
+    with LLM(model, kv_window=KVEviction(128, model.kv_layout.page_tokens, 32)) as llm:
+        first = answer(llm, text, max_tokens=90)
+        llm.clear_cache()
+        assert answer(llm, text, max_tokens=90).logprobs == first.logprobs
+    with family.load() as llm:
+        # What is behind the window is left out of later steps only.
+        assert answer(llm, text, max_tokens=2).token_ids[:1] == first.token_ids[:1]
 
 
 def test_words_are_computed_as_by_a_program_of_words_alone(family: Family, cold: LLM) -> None:

@@ -71,7 +71,7 @@ def block_hashes(
 
     token_ids: int[T], with the beginning-of-text token if the prompt has one. cache_salt: of the request, if it has
     one: the same ids under another salt have other hashes, which cannot be computed without it. block_size: tokens of a
-    block, as events say it. Returns T // block_size numbers of 64 bits, unsigned.
+    block, as events say it. Ids of pictures and sounds are below 0. Returns T // block_size numbers of 64 bits, unsigned.
     Raises: RequestError.
     """
     from localinfer.kernels.address_space import require_libraries
@@ -85,8 +85,10 @@ def block_hashes(
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise RequestError("token_ids is no list of token ids; give those of one prompt, as a tokenizer makes them")
     limits = np.iinfo(np.int32)
-    if given.size and (int(given.min()) < 0 or int(given.max()) > limits.max):
-        raise RequestError(f"the token ids go from {given.min()} to {given.max()}; they must be from 0 to {limits.max}")
+    if given.size and (int(given.min()) < limits.min or int(given.max()) > limits.max):
+        raise RequestError(
+            f"the token ids go from {given.min()} to {given.max()}; they must be from {limits.min} to {limits.max}"
+        )
     return chained_hashes(given.astype(np.int32), block_size, salt_of(cache_salt), None)
 
 
