@@ -71,7 +71,8 @@ def block_hashes(
 
     token_ids: int[T], with the beginning-of-text token if the prompt has one. cache_salt: of the request, if it has
     one: the same ids under another salt have other hashes, which cannot be computed without it. block_size: tokens of a
-    block, as events say it. Ids of pictures and sounds are below 0. Returns T // block_size numbers of 64 bits, unsigned.
+    block, as events say it. Ids of pictures and sounds are below 0.
+    Returns T // block_size numbers of 64 bits, unsigned.
     Raises: RequestError.
     """
     from localinfer.kernels.address_space import require_libraries
