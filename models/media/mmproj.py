@@ -323,7 +323,8 @@ def _minicpmv(metadata: Mapping[str, object]) -> tuple[int, int]:
     """The version of MiniCPM-V and the rows of its resampler."""
     reader = MetadataReader(metadata, ARCHITECTURE)
     version = reader.integer("minicpmv_version", 0, low=0, high=1 << 30)
-    return version, reader.integer("minicpmv_query_num", 96 if version == 2 else 64, low=1, high=_MAX_SIZE)
+    # The oldest files, of version 2, do not say so.
+    return version, reader.integer("minicpmv_query_num", 96 if version in (0, 2) else 64, low=1, high=_MAX_SIZE)
 
 
 def _feature_layers(reader: MetadataReader, num_layers: int) -> tuple[int, ...]:

@@ -104,6 +104,16 @@ def test_no_activation_key_means_quick() -> None:
     assert picture is not None and picture.activation == "quick"
 
 
+@pytest.mark.parametrize(("version", "num_queries"), [(None, 96), (2, 96), (3, 64), (6, 64), (100045, 64)])
+def test_rows_of_a_resampler_follow_from_its_version(version: int | None, num_queries: int) -> None:
+    metadata = picture_metadata("resampler") | ({"clip.minicpmv_version": version} if version else {})
+    picture = read_media_config(metadata, output_shapes("resampler")).picture
+    assert picture is not None and (picture.minicpmv_version, picture.num_queries) == (version or 0, num_queries)
+    metadata["clip.minicpmv_query_num"] = 16
+    picture = read_media_config(metadata, output_shapes("resampler")).picture
+    assert picture is not None and picture.num_queries == 16
+
+
 def test_pictures_see_themselves_in_gemma_only() -> None:
     config = read_media_config(picture_metadata("gemma4v"), output_shapes("gemma4v"))
     assert config.sees_itself(2048) and not config.sees_itself(1536)
