@@ -9,13 +9,18 @@ from localinfer.models.media.folder_processors import (
     PictureProcessor,
     family_name,
     read_picture_processor,
+    read_sound_processor,
 )
 from localinfer.models.media.folder_settings import read_processor_settings
+from localinfer.models.media.folder_sound_towers import SOUND_TOWERS, made_positions, sound_config, sound_settings
 from localinfer.models.media.folder_sounds import SoundProcessor
 from localinfer.models.media.folder_towers import TOWER_FAMILIES, Tower, picture_config, vision_settings
 from localinfer.models.media.mmproj import MediaConfig
-from localinfer.models.media.tower_file import TowerFile
+from localinfer.models.media.tower_file import TowerFile, TowerNames
 from localinfer.quant.checkpoint.folder import CheckpointFolder
+from localinfer.types import FloatArray
+
+_WHOLE_PROMPTS = ("paligemma",)
 
 TokenId = Callable[[str], int | None]
 """The number of a special token, by its text."""
@@ -35,28 +40,52 @@ class FolderMedia:
     """Configuration of the encoders."""
 
 
-def open_folder_media(folder: CheckpointFolder, token_id: TokenId, *, has_mrope: bool = False) -> FolderMedia:
+def open_folder_media(
+    folder: CheckpointFolder, token_id: TokenId, *, has_mrope: bool = False, takes_whole_prompts: bool = False
+) -> FolderMedia:
     """Read a folder's processors and towers; the folder stays the caller's, who keeps it open while weights are read.
 
-    token_id: of the tokenizer. Raises: UnsupportedFormatError, on one line, for a family that neither sees nor hears
+    token_id: of the tokenizer. takes_whole_prompts: the caller lets all of a prompt with pictures see itself in both
+    directions, as PaliGemma does. Raises: UnsupportedFormatError, on one line, for a family that neither sees nor hears
     here; CorruptFileError naming a setting or tensor.
     """
     settings = read_processor_settings(folder)
     name = family_name(settings)
-    if name not in TOWER_FAMILIES:
+    seeing, hearing = TOWER_FAMILIES.get(name), SOUND_TOWERS.get(name)
+    if hearing is not None and seeing is not None and not settings.part("audio_config"):
+        hearing = None  # some of a family's folders only see
+    if seeing is None and hearing is None:
         raise UnsupportedFormatError(
             f"config.json: model_type is {settings.model_type!r:.60}, whose pictures and sounds this version does not "
             "read from folders; its text runs. Use a GGUF file and its mmproj file, or a model of another family."
         )
-    family = TOWER_FAMILIES[name]
-    vision = vision_settings(settings, family)
+    if name in _WHOLE_PROMPTS and not takes_whole_prompts:
+        raise UnsupportedFormatError(
+            f"config.json: model_type is {settings.model_type!r:.60}, in whose prompts words see those behind "
+            "them, which this version does not compute with pictures; its text runs. Choose a model of another family."
+        )
+    towers: list[TowerNames] = []
     extra: dict[str, tuple[str, Change | None]] = {}
-    for target, token in family.extra.items():
-        extra[target] = _embedding(folder), _row(token, token_id)
-    file = TowerFile(folder, family.names(settings, vision), extra)
-    pictures = read_picture_processor(folder)
-    config = picture_config(family, Tower(settings, vision, file), pictures)
-    return FolderMedia(pictures, None, file, MediaConfig(config, None, has_mrope))
+    made: dict[str, FloatArray] = {}
+    if seeing is not None:
+        vision = vision_settings(settings, seeing)
+        towers.append(seeing.names(settings, vision))
+        extra |= {target: (_embedding(folder), _row(token, token_id)) for target, token in seeing.extra.items()}
+    if hearing is not None:
+        towers.append(hearing.names)
+        made |= made_positions(hearing, sound_settings(settings, hearing))
+    file = TowerFile(folder, towers, extra, made)
+    pictures = sounds = picture = sound = None
+    if seeing is not None:
+        pictures = read_picture_processor(folder)
+        picture = picture_config(seeing, Tower(settings, vision, file), pictures)
+    if hearing is not None:
+        sounds = read_sound_processor(folder)
+        sound = sound_config(hearing, settings, file)
+    bidirectional = None
+    if name == "gemma4":
+        bidirectional = settings.part("text_config").get("use_bidirectional_attention") == "vision"
+    return FolderMedia(pictures, sounds, file, MediaConfig(picture, sound, has_mrope, bidirectional))
 
 
 def _embedding(folder: CheckpointFolder) -> str:

@@ -185,16 +185,13 @@ def _pixtral_size(settings: ProcessorSettings) -> tuple[Callable[[int, int], Siz
     else:
         (width,) = picture.edges("size", "longest_edge")
         height = width
-    # A file of the processor says what becomes one embedding; in one of pictures alone sides are taken up to it.
-    unit = picture.square("patch_size")
-    if "patch_size" in processor:
-        unit = processor.integer("patch_size") * (
-            processor.integer("spatial_merge_size") if "spatial_merge_size" in processor else 1
-        )
-    aligned = picture.square("patch_size")
-    if aligned % unit:
-        raise picture.wrong("patch_size", f"a multiple of {unit}, which the processor joins")
-    return lambda across, down: sizes.below_edge(across, down, (width, height), aligned), unit
+    # The processor's sizes are the model's; those of its pictures alone may leave out what joins patches.
+    if "patch_size" in processor or "spatial_merge_size" in processor:
+        processor = processor.over({"patch_size": 16, "spatial_merge_size": 1})
+        unit = processor.integer("patch_size") * processor.integer("spatial_merge_size", high=64)
+    else:
+        unit = picture.square("patch_size")
+    return lambda across, down: sizes.below_edge(across, down, (width, height), unit), unit
 
 
 def _idefics(settings: ProcessorSettings) -> Plan:

@@ -66,13 +66,16 @@ class PictureProcessor:
         """Embeddings that a picture of this size takes in a prompt, without the texts between and around them."""
         return num_embeddings(self.plan(width, height))
 
-    def lay_out(self, picture: NDArray[np.uint8], number: int = 0) -> PreparedMedia:
-        """Prepare a picture, uint8 [height, width, 3], the prompt's first being number 0."""
+    def lay_out(self, picture: NDArray[np.uint8], number: int = 0, *, is_alone: bool = False) -> PreparedMedia:
+        """Prepare a picture, uint8 [height, width, 3], the prompt's first being number 0.
+
+        is_alone: no template writes the texts around it, so they are part of it.
+        """
         bench = Workbench(picture, partial(_resize, resample=self._resample))
         pieces = self.plan(picture.shape[1], picture.shape[0], number)
-        return PreparedMedia.from_pieces(
-            [piece if isinstance(piece, str) else encoder_input(piece, bench.make(piece)) for piece in pieces]
-        )
+        made = [piece if isinstance(piece, str) else encoder_input(piece, bench.make(piece)) for piece in pieces]
+        before, behind = self._family.around if is_alone else ("", "")
+        return PreparedMedia.from_pieces([*([before] if before else ()), *made, *([behind] if behind else ())])
 
     def complete(self, prompt: str) -> str:
         """A prompt with what its family puts before or behind the words."""

@@ -45,6 +45,9 @@ class PartSettings:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
     def over(self, defaults: Mapping[str, Any]) -> "PartSettings":
         """The same settings over the values of a class."""
         return PartSettings(self.file, self._values, defaults)

@@ -53,14 +53,19 @@ class SoundProcessor:
             raise sound.unsupported("dither", "features without noise")
         self._features = family.features(settings)
         self.token = settings.token(*family.token)
-        start, end = (settings.token(*name) if name[0] else name[1] for name in family.around)
-        self.alone = f"{start}{self.token}{end}"
+        self._around = [settings.token(*name) if name[0] else name[1] for name in family.around]
+        self.alone = self.token.join(self._around)
 
-    def lay_out(self, samples: NDArray[np.float32]) -> PreparedMedia:
-        """Prepare a sound. Raises: RequestError if it has no samples, or more than the model reads."""
+    def lay_out(self, samples: NDArray[np.float32], *, is_alone: bool = False) -> PreparedMedia:
+        """Prepare a sound; is_alone: no template writes the texts around it, so they are part of it.
+
+        Raises: RequestError if it has no samples, or more than the model reads.
+        """
         if not len(samples):
             raise RequestError("a sound has no samples; wanted some. Send a sound with samples")
-        return PreparedMedia.from_pieces(self._features(samples))
+        before, behind = self._around if is_alone else ("", "")
+        pieces = self._features(samples)
+        return PreparedMedia.from_pieces([*([before] if before else ()), *pieces, *([behind] if behind else ())])
 
 
 def _whisper(settings: ProcessorSettings) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
@@ -186,7 +191,7 @@ def _voxtral(settings: ProcessorSettings) -> Features:
 
 
 def _gemma4(settings: ProcessorSettings) -> Features:
-    """Magnitudes of frames whose first stands half before the sound; those behind it are zero and not attended to."""
+    """Magnitudes of frames whose first stands half before the sound; those that end behind it are left out."""
     sound = settings.sound
     length, size, num_mels = sound.integer("frame_length"), sound.integer("fft_length"), sound.integer("feature_size")
     if length > size:
@@ -219,10 +224,9 @@ def _gemma4(settings: ProcessorSettings) -> Features:
         num_valid = min(max(0, (before + len(samples) - 1 - length) // HOP + 1), num_frames)
         if num_valid < 1:
             raise _too_short(len(samples), length - before)
-        values = np.log(spectrogram.mel(padded, num_mels)[:num_frames] + floor).astype(np.float32)
-        values[num_valid:] = 0
-        num_rows = (num_valid + 3) // 4
-        return [start, _input(values, num_rows, num_valid), end]
+        # Those that do not count are zero in the published code, as all frames behind the end are.
+        values = np.log(spectrogram.mel(padded, num_mels)[:num_valid] + floor).astype(np.float32)
+        return [start, _input(values, (num_valid + 3) // 4), end]
 
     return pieces
 

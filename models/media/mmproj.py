@@ -179,6 +179,13 @@ class SoundConfig(EncoderSizes):
 
     num_mel_bins: int
     """Values of a frame."""
+    # What follows differs in folders alone; no mmproj file says it.
+    joins_pairs: bool | None = None
+    """True if the mean of two rows each is taken before the last norm; None: as the family does."""
+    piece_frames: int = 0
+    """Frames that are convolved by themselves, and whose rows see each other alone; 0: all."""
+    attended_pieces: int = 1
+    """Pieces whose rows see each other."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +198,16 @@ class MediaConfig:
     """Of sounds."""
     has_mrope: bool = False
     """True if the text model has rotary positions in several dimensions; the text model says so, not this file."""
+    is_bidirectional: bool | None = None
+    """True if rows of one picture see each other in both directions, as a folder's text model says; None: the
+    family's."""
 
     def sees_itself(self, text_size: int) -> bool:
         """Return whether rows of one picture see each other in both directions in a decoder of this width."""
         if self.picture is None:
             return False
+        if self.is_bidirectional is not None:
+            return self.is_bidirectional
         # The smallest Gemma 4 have the widths 1536 and 2560, and decode pictures as they decode text.
         is_small = self.picture.projector == "gemma4v" and text_size in (1536, 2560)
         return self.picture.projector in ("gemma3", "gemma4v", "gemma4uv") and not is_small

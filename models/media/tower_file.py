@@ -21,6 +21,7 @@ from localinfer.quant.checkpoint.groups import GroupedMatrix
 from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorRecord, TensorType
 from localinfer.quant.gguf.mapped_file import FileStretch
+from localinfer.types import FloatArray
 
 _TYPES = {"F16": TensorType.F16, "BF16": TensorType.BF16, "F32": TensorType.F32}
 _AROUND = re.compile(r"^(?:thinker\.|vlm\.)?(?:model\.)?")
@@ -61,8 +62,8 @@ class TowerNames:
 class TowerFile:
     """A `ModelFile` over the towers of a folder that is open elsewhere; closing it leaves the folder open.
 
-    extra: GGUF's names of tensors of the text model that an encoder reads, with the folder's name and the change.
-    Raises: UnsupportedFormatError for a tensor of the towers without a place.
+    extra: GGUF's names of tensors of the text model that an encoder reads, with the folder's name and the change. made:
+    tensors that no file has. Raises: UnsupportedFormatError for a tensor of the towers without a place.
     """
 
     path: Path
@@ -72,16 +73,22 @@ class TowerFile:
     tokenizer_error: TokenizerError | None = None
 
     def __init__(
-        self, folder: CheckpointFolder, names: TowerNames, extra: Mapping[str, tuple[str, Change | None]] | None = None
+        self,
+        folder: CheckpointFolder,
+        towers: Sequence[TowerNames],
+        extra: Mapping[str, tuple[str, Change | None]] | None = None,
+        made: Mapping[str, FloatArray] | None = None,
     ) -> None:
         self._folder = folder
         self._plan: dict[str, tuple[str, Change | None]] = {}
+        self._made = {name: np.ascontiguousarray(values, np.float32) for name, values in (made or {}).items()}
         unknown = []
         for stored in folder.tensors:
             name = canonical_name(stored)
-            if name.split(".")[0] not in names.parts or _NEEDLESS.fullmatch(name) or re.fullmatch(names.unused, name):
+            names = [one for one in towers if name.split(".")[0] in one.parts]
+            if not names or _NEEDLESS.fullmatch(name) or any(re.fullmatch(one.unused, name) for one in names):
                 continue
-            targets = _targets(name, names)
+            targets = [target for one in names for target in _targets(name, one)]
             if not targets:
                 unknown.append(stored)
             for target in targets:
@@ -97,6 +104,8 @@ class TowerFile:
         self.paths = (*folder.paths, folder.path / "config.json")
         self.metadata: Mapping[str, object] = {"general.architecture": "clip"}
         self.tensors = {name: self._record(name, *source) for name, source in self._plan.items()}
+        for name, values in self._made.items():
+            self.tensors[name] = TensorRecord(name, TensorType.F32, values.shape)
         self.num_bytes = sum(record.num_bytes for record in self.tensors.values())
 
     @property
@@ -126,6 +135,8 @@ class TowerFile:
     def tensor_bytes(self, name: str) -> NDArray[np.uint8]:
         """Return uint8[num_bytes]: a view into the map, or a copy where the tensor is changed."""
         self.tensor(name)
+        if name in self._made:
+            return self._made[name].reshape(-1).view(np.uint8)
         stored, change = self._plan[name]
         if change is None:
             data: NDArray[Any] = self._folder.array(stored)
@@ -143,8 +154,8 @@ class TowerFile:
 
     def stretch(self, name: str) -> FileStretch | None:
         """Return where a tensor's bytes lie in a file, if nothing changes them."""
-        stored, change = self._plan[name]
-        return self._folder.stretch(stored) if change is None else None
+        stored, change = self._plan.get(name, ("", None))
+        return self._folder.stretch(stored) if stored and change is None else None
 
     @property
     def has_changed(self) -> bool:
@@ -153,8 +164,9 @@ class TowerFile:
 
     def forget(self, name: str, first: int, end: int) -> None:
         """Let the system drop the memory behind a tensor, once all of it has been packed."""
-        if end == self.tensors[name].num_bytes and self._plan[name][1] is None:
-            self._folder.forget(self._plan[name][0])
+        stored, change = self._plan.get(name, ("", None))
+        if stored and change is None and end == self.tensors[name].num_bytes:
+            self._folder.forget(stored)
 
     def close(self) -> None:
         """Do nothing: the folder is its opener's."""

@@ -287,6 +287,17 @@ def test_squares_are_read_in_all_forms(size: Any) -> None:
     assert processor.lay_out(np.zeros((30, 40, 3), np.uint8)).pieces[1].values.shape == (56, 56, 3)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("patch_size", [14, 28, {"height": 14, "width": 14}])
+def test_patches_are_joined_as_the_processor_says(patch_size: Any) -> None:
+    files = {
+        "preprocessor_config": {"size": {"longest_edge": 1540}, "patch_size": patch_size},
+        "processor_config": {"patch_size": 14, "spatial_merge_size": 2, "processor_class": "PixtralProcessor"},
+    }
+    (cut, end) = read_picture_processor(Folder({"model_type": "mistral3"}, **files)).plan(100, 60)
+    assert not isinstance(cut, str) and cut.resizes == ((112, 84),)
+    assert cut.num_rows == 5 * 3 - 1 and end == "[IMG_END]"
+
+
 def test_clip_sizes_are_numbers_in_older_files() -> None:
     settings = {"size": 56, "crop_size": 56, "feature_extractor_type": "CLIPFeatureExtractor"}
     config = {"model_type": "llava", "vision_config": {"patch_size": 14}}
@@ -361,6 +372,16 @@ def test_pictures_of_any_size_have_rows_or_are_refused(model_type: str) -> None:
             assert "wanted" in str(error)
         else:
             assert count > 0
+
+
+def test_what_no_template_writes_around_is_part_of_it() -> None:
+    seeing = read_picture_processor(Folder({"model_type": "qwen2_vl"}))
+    first, _, last = seeing.lay_out(np.zeros((56, 56, 3), np.uint8), is_alone=True).pieces
+    assert (first, last) == ("<|vision_start|>", "<|vision_end|>")
+    assert seeing.alone == f"{first}{seeing.token}{last}"
+    hearing = read_sound_processor(Folder({"model_type": "qwen2_audio"}))
+    first, _, last = hearing.lay_out(np.ones(16000, np.float32), is_alone=True).pieces
+    assert hearing.alone == f"{first}{hearing.token}{last}"
 
 
 def test_a_prompt_needs_as_many_marks_as_pictures() -> None:

@@ -43,7 +43,8 @@ def pool() -> Iterator[ThreadPool]:
 
 
 def _open(folder: CheckpointFolder) -> FolderMedia:
-    return open_folder_media(folder, Tokenizer.from_metadata(read_tokenizer(folder, 416)).token_id)
+    tokenizer = Tokenizer.from_metadata(read_tokenizer(folder, 416))
+    return open_folder_media(folder, tokenizer.token_id, takes_whole_prompts=True)
 
 
 def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
@@ -140,7 +141,7 @@ def test_towers_are_found_in_every_layout(media_folders: MediaFolders, name: str
         media = _open(folder)
         names = _names(folder, name)
         renamed = {_renamed(stored, layout): replace(info) for stored, info in folder.tensors.items()}
-        found = TowerFile(NamedTensors(renamed), names)  # type: ignore[arg-type]
+        found = TowerFile(NamedTensors(renamed), [names])  # type: ignore[arg-type]
         extra = {"v.token_embd.img_break"}
         assert {name: shape for name, shape in media.file.shapes.items() if name not in extra} == found.shapes
 
@@ -164,16 +165,34 @@ def test_names_are_without_the_words_of_their_layout() -> None:
 def test_a_tensor_without_a_place_is_named() -> None:
     info = StoredTensor("tower.more.weight", "F32", (2, 2), 0, 16)
     with pytest.raises(UnsupportedFormatError, match=r"tower\.more\.weight"):
-        TowerFile(NamedTensors({info.name: info}), TowerNames(("tower",), {}))  # type: ignore[arg-type]
-    kept = TowerFile(NamedTensors({info.name: info}), TowerNames(("tower",), {}, r"tower\.more\..*"))  # type: ignore[arg-type]
+        TowerFile(NamedTensors({info.name: info}), [TowerNames(("tower",), {})])  # type: ignore[arg-type]
+    kept = TowerFile(NamedTensors({info.name: info}), [TowerNames(("tower",), {}, r"tower\.more\..*")])  # type: ignore[arg-type]
     assert not kept.tensors
+
+
+def test_rows_of_a_picture_see_each_other_where_the_folder_says_so(media_folders: MediaFolders) -> None:
+    for name, setting, wanted in (
+        ("gemma3", None, True),
+        ("gemma4", "vision", True),
+        ("gemma4", None, False),
+        ("qwen2_vl", None, False),
+    ):
+        with open_folder(media_folders.path(name)) as folder:
+            folder.config["text_config"]["use_bidirectional_attention"] = setting
+            assert _open(folder).config.sees_itself(64) == wanted
+
+
+def test_prompts_that_see_themselves_are_refused_unless_the_caller_takes_them(media_folders: MediaFolders) -> None:
+    refused = pytest.raises(UnsupportedFormatError, match="its text runs")
+    with open_folder(media_folders.path("paligemma")) as folder, refused:
+        open_folder_media(folder, lambda text: None)
 
 
 def test_types_of_quantized_towers_are_refused() -> None:
     info = StoredTensor("tower.a.weight", "I8", (2, 2), 0, 4)
     names = TowerNames(("tower",), {"tower.a": To("v.a")})
     with pytest.raises(UnsupportedFormatError, match="I8"):
-        TowerFile(NamedTensors({info.name: info}), names)  # type: ignore[arg-type]
+        TowerFile(NamedTensors({info.name: info}), [names])  # type: ignore[arg-type]
 
 
 def test_what_is_no_model_that_sees_is_refused_in_one_line(media_folders: MediaFolders) -> None:
