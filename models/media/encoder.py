@@ -6,6 +6,7 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import ARCHITECTURE, MediaConfig, read_media_config
 from localinfer.models.media.records import EncoderInput
+from localinfer.models.media.sound_encoder import SoundEncoder
 from localinfer.models.media.vision_encoder import VisionEncoder
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import FloatArray, ProgressCallback
@@ -43,13 +44,17 @@ class MediaEncoder:
         self._pictures = None
         if self.config.picture is not None:
             self._pictures = VisionEncoder(self.config.picture, self._weights, pool)
+        self._sounds = None
+        if self.config.sound is not None:
+            self._sounds = SoundEncoder(self.config.sound, self._weights, pool)
         self._is_closed = False
 
     @property
     def width(self) -> int:
         """Columns of an embedding: the text model's width, or several times that with deepstack."""
-        assert self._pictures is not None, "a file has at least one encoder"
-        return self._pictures.width
+        found = self._pictures or self._sounds
+        assert found is not None, "a file has at least one encoder"
+        return found.width
 
     @property
     def weight_bytes(self) -> int:
@@ -59,29 +64,33 @@ class MediaEncoder:
     @property
     def kernels(self) -> list[Kernel]:
         """Kernels that encoding takes, each once."""
-        return list(dict.fromkeys([] if self._pictures is None else self._pictures.kernels))
+        encoders = [encoder for encoder in (self._pictures, self._sounds) if encoder is not None]
+        return list(dict.fromkeys(kernel for encoder in encoders for kernel in encoder.kernels))
 
     def picture_bytes(self, num_patches: int) -> int:
         """Bytes of buffers while a picture of so many patches is encoded; they stay until `close`."""
         return 0 if self._pictures is None else self._pictures.num_bytes(num_patches)
 
+    def sound_bytes(self, num_frames: int) -> int:
+        """Bytes of buffers while a stretch of so many frames of sound is encoded; they stay until `close`."""
+        return 0 if self._sounds is None else self._sounds.num_bytes(num_frames)
+
     def encode(self, piece: EncoderInput) -> FloatArray:
         """Embeddings float32[num_rows, width] of one picture, tile or sound."""
         if self._is_closed:
             raise ClosedError("the encoder was closed; load the model again to go on")
-        if piece.is_sound or self._pictures is None:
+        kind, encoder = ("sound", self._sounds) if piece.is_sound else ("picture", self._pictures)
+        if encoder is None:
             raise RequestError(
-                f"a {'sound' if piece.is_sound else 'picture'} was given, and the mmproj file has no encoder for it; "
-                "use a model that has one"
+                f"a {kind} was given, and the mmproj file has no encoder for it; use a model that has one"
             )
-        rows = (
-            self._pictures.encode(piece.values)
-            if piece.kept is None
-            else self._pictures.encode_tiles(piece.values, piece.kept)
-        )
+        if piece.kept is not None and self._pictures is not None:
+            rows = self._pictures.encode_tiles(piece.values, piece.kept)
+        else:
+            rows = encoder.encode(piece.values)
         if len(rows) != piece.num_rows:
             raise RequestError(
-                f"a picture of {list(piece.values.shape)} gives {len(rows)} embeddings, and its layout says "
+                f"a {kind} of {list(piece.values.shape)} gives {len(rows)} embeddings, and its layout says "
                 f"{piece.num_rows}: the layout was made for another model"
             )
         return rows
@@ -89,7 +98,8 @@ class MediaEncoder:
     def close(self) -> None:
         """Give up weights and buffers; safe to call twice."""
         self._is_closed = True
-        if self._pictures is not None:
-            self._pictures.close()
-            self._pictures = None
+        for encoder in (self._pictures, self._sounds):
+            if encoder is not None:
+                encoder.close()
+        self._pictures = self._sounds = None
         self._weights.close()

@@ -91,12 +91,16 @@ class EncoderWeights:
     def matrix(self, name: str, values: FloatArray) -> LinearWeight:
         """A float32 matrix, or a stack of them, made of tensors; `name` says of which, and is of one matrix only."""
         if name not in self._packed:
-            rows = np.ascontiguousarray(values, np.float32)
-            experts = prod(rows.shape[:-2])
-            num_rows, num_columns = rows.shape[-2:]
-            packed = pack(self._pool, Layout.F32, rows.reshape(-1).view(np.uint8), experts, num_rows, num_columns)
-            self._packed[name] = LinearWeight(name, num_rows, num_columns, packed, experts)
+            self._packed[name] = self.own_matrix(name, values)
         return self._packed[name]
+
+    def own_matrix(self, name: str, values: FloatArray) -> LinearWeight:
+        """The same, which only the graph that has it keeps."""
+        rows = np.ascontiguousarray(values, np.float32)
+        experts = prod(rows.shape[:-2])
+        num_rows, num_columns = rows.shape[-2:]
+        packed = pack(self._pool, Layout.F32, rows.reshape(-1).view(np.uint8), experts, num_rows, num_columns)
+        return LinearWeight(name, num_rows, num_columns, packed, experts)
 
     @property
     def num_bytes(self) -> int:

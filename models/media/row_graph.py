@@ -5,7 +5,7 @@ rows as were ever needed, so that a small picture takes little memory. A run is 
 sound.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +68,18 @@ class Seen:
     """[rows]: the one after the last."""
 
 
+@dataclass(frozen=True)
+class HostStep:
+    """Something that the host computes of all rows, and no op does."""
+
+    source: Buffer
+    """Its input."""
+    target: Buffer
+    """Its result."""
+    function: Callable[[FloatArray], FloatArray]
+    """From rows of the one to rows of the other."""
+
+
 @dataclass
 class RowWriter:
     """A graph being written: linear layers, norms and activations by the names of their tensors."""
@@ -78,12 +90,35 @@ class RowWriter:
     """Where ops go."""
     inputs: list[Buffer] = field(default_factory=list)
     """Buffers that the host fills, in the order in which it gives them."""
+    host_steps: list[HostStep] = field(default_factory=list)
+    """What the host computes between two stages."""
     _named: dict[tuple[str, int], Buffer] = field(default_factory=dict)
 
     def input(self, name: str, width: int) -> Buffer:
         """A buffer that the host fills."""
         self.inputs.append(self.builder.buffer(name, width))
         return self.inputs[-1]
+
+    def host_step(self, source: Buffer, out: str, width: int, function: Callable[[FloatArray], FloatArray]) -> Buffer:
+        """A buffer [rows, width] that the host computes of all rows of another one."""
+        target = self.buffer(out, width)
+        self.builder.stage_boundary((source,), (target,))
+        self.host_steps.append(HostStep(source, target, function))
+        return target
+
+    def halves(self, x: Buffer, name: str, outs: Sequence[str], width: int) -> list[Buffer]:
+        """The first and the second half of a product with a matrix of twice the width, in two buffers."""
+        weights, projections = self.weights, []
+        bias = weights.optional(f"{name}.bias", 2 * width)
+        for index, out in enumerate(outs):
+            rows = slice(index * width, (index + 1) * width)
+            weight = weights.linear(f"{name}.weight", 2 * width, x.width, rows)
+            projections.append(Projection(weight, self.buffer(out, width), None if bias is None else bias[rows]))
+        self.builder.matmul(self._bounded(x, name, "input"), projections)
+        for projection in projections:
+            if self._has_bounds(name, "output"):
+                self.builder.bound(projection.out, projection.out, *self._bounds(name, "output"))
+        return [projection.out for projection in projections]
 
     def buffer(self, name: str, width: int) -> Buffer:
         """A buffer for a purpose: the same one for the same name and width."""
@@ -200,7 +235,7 @@ class RowGraph:
         builder.select_output(unused, outputs[0])
         self.graph: OpGraph = builder.finish(unused)
         self._pool, self._pages = pool, pages
-        self._inputs, self._outputs = tuple(writer.inputs), tuple(outputs)
+        self._inputs, self._outputs, self._host_steps = tuple(writer.inputs), tuple(outputs), tuple(writer.host_steps)
         self._layout = KVLayout("f32", []) if pages is None else pages.layout
         self._program: CpuProgram | None = None
         # A row's positions are numbered, but nothing is stored where there are no keys.
@@ -245,6 +280,9 @@ class RowGraph:
             program.upload(buffer, rows)
         program.run_stage(0)
         program.run_stage(1)
+        for stage, step in enumerate(self._host_steps, 2):
+            program.upload(step.target, step.function(program.download(step.source, num_rows)))
+            program.run_stage(stage)
         return [program.download(buffer, num_rows) for buffer in self._outputs]
 
     def close(self) -> None:
