@@ -66,7 +66,7 @@ class Gemma4SoundEncoder:
         self._body = RowGraph(pool, writer, [out], pages)
         self.graphs = [*self._convolutions, self._body]
 
-    def encode(self, frames: FloatArray) -> FloatArray:
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
         """Embeddings of frames [frames, mels]."""
         planes: FloatArray = frames[None, :, :, None]
         for convolution in self._convolutions:
@@ -176,7 +176,7 @@ class Lfm2SoundEncoder:
         """Graphs at present."""
         return [*self._convolutions, self._distances, self._body]
 
-    def encode(self, frames: FloatArray) -> FloatArray:
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
         """Embeddings of frames [frames, mels]."""
         num_rows = halved(halved(halved(len(frames))))
         if num_rows > self._most_rows:

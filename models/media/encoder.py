@@ -79,15 +79,14 @@ class MediaEncoder:
         """Embeddings float32[num_rows, width] of one picture, tile or sound."""
         if self._is_closed:
             raise ClosedError("the encoder was closed; load the model again to go on")
-        kind, encoder = ("sound", self._sounds) if piece.is_sound else ("picture", self._pictures)
-        if encoder is None:
-            raise RequestError(
-                f"a {kind} was given, and the mmproj file has no encoder for it; use a model that has one"
-            )
-        if piece.kept is not None and self._pictures is not None:
-            rows = self._pictures.encode_tiles(piece.values, piece.kept)
+        kind = "sound" if piece.is_sound else "picture"
+        if piece.is_sound and self._sounds is not None:
+            rows = self._sounds.encode(piece.values, piece.num_valid)
+        elif not piece.is_sound and self._pictures is not None:
+            tiles = self._pictures.encode_tiles
+            rows = self._pictures.encode(piece.values) if piece.kept is None else tiles(piece.values, piece.kept)
         else:
-            rows = encoder.encode(piece.values)
+            raise RequestError(f"a {kind} was given, and the model has no encoder for it; use a model that has one")
         if len(rows) != piece.num_rows:
             raise RequestError(
                 f"a {kind} of {list(piece.values.shape)} gives {len(rows)} embeddings, and its layout says "

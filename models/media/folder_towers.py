@@ -436,6 +436,7 @@ def _internvl_fields(tower: Tower) -> dict[str, Any]:
         "merge": _inverse(config, "downsample_ratio"),
         "projector_activation": activation(config, "projector_hidden_act"),
         "has_rms_norms": kind == "rms_norm",
+        "has_rms_query_norms": True,
         "is_class_first": True,
     }
 

@@ -159,6 +159,8 @@ class PictureConfig(EncoderSizes):
     """True if the class row stands before the patches, as its position does in the table."""
     has_rms_norms: bool | None = None
     """True for norms without a mean, False for those with one; None: the family's."""
+    has_rms_query_norms: bool = False
+    """True if norms of queries and keys are without a mean, whatever the others are."""
     rotary_base: float = 0.0
     """Base of the rotary frequencies; 0: the family's."""
     full_layers: tuple[int, ...] | None = None

@@ -29,8 +29,8 @@ class FrameEncoder(Protocol):
     def graphs(self) -> list[RowGraph]:
         """Its graphs."""
 
-    def encode(self, frames: FloatArray) -> FloatArray:
-        """Embeddings of frames float32[frames, values]."""
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
+        """Embeddings of frames float32[frames, values]; num_valid: as in `EncoderInput`."""
 
 
 class UnifiedSoundEncoder:
@@ -44,7 +44,7 @@ class UnifiedSoundEncoder:
         )
         self.graphs = [self._projector]
 
-    def encode(self, frames: FloatArray) -> FloatArray:
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
         """Embeddings of frames of samples."""
         return self._projector.run([frames])[0].copy()
 
@@ -82,15 +82,15 @@ class SoundEncoder:
         """Bytes of buffers for a sound of so many frames, at most."""
         return sum(graph.num_bytes(max(num_frames, 1)) for graph in self._encoder.graphs)
 
-    def encode(self, frames: NDArray[np.float32]) -> FloatArray:
-        """Embeddings float32[rows, width] of one stretch of frames."""
+    def encode(self, frames: NDArray[np.float32], num_valid: int | None = None) -> FloatArray:
+        """Embeddings float32[rows, width] of one stretch of frames; num_valid: as in `EncoderInput`."""
         is_right = frames.ndim == 2 and len(frames) and frames.shape[1] == self._frame_size
         if not is_right or frames.dtype != np.float32:
             raise RequestError(
                 f"a sound of {frames.dtype} {list(frames.shape)} was given to the encoder; wanted float32 [frames, "
                 f"{self._frame_size}]: let its layout be made first"
             )
-        return self._encoder.encode(frames)
+        return self._encoder.encode(frames, num_valid)
 
     def close(self) -> None:
         """Give up programs and buffers."""

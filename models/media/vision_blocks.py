@@ -38,6 +38,8 @@ class BlockShape:
     """Of the feed-forward layer."""
     has_rms_norms: bool = False
     """True for norms without a mean."""
+    has_rms_query_norms: bool = False
+    """True if norms of queries and keys are without a mean, whatever the others are."""
     scale: float = 0.0
     """Factor on scores; 0 for one over the root of the head size."""
     normalises_values: bool = False
@@ -99,7 +101,8 @@ def write_attention(
         tensor = f"{name}.attn_{part}_norm"
         if writer.weights.has(f"{tensor}.weight"):
             is_by_head = writer.weights.shape(f"{tensor}.weight") == (shape.head_size,)
-            norm(writer, shape, buffer, tensor, buffer.name, shape.head_size if is_by_head else 0)
+            write = writer.rms_norm if shape.has_rms_query_norms or shape.has_rms_norms else writer.layer_norm
+            write(buffer, tensor, buffer.name, shape.norm_epsilon, shape.head_size if is_by_head else 0)
     if shape.normalises_values:
         writer.rms_norm(values, "", values.name, shape.norm_epsilon, shape.head_size)
     for index, part_angles in enumerate(angles):

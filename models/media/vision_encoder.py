@@ -325,6 +325,7 @@ class VisionEncoder:
             config.norm_epsilon,
             ACTIVATIONS[config.activation],
             has_rms_norms=family.has_rms_norms or is_large if config.has_rms_norms is None else config.has_rms_norms,
+            has_rms_query_norms=config.has_rms_query_norms,
             scale=1.0 if family.is_gemma4 else 0.0,
             normalises_values=family.is_gemma4,
             pairing=family.rotary.pairing,

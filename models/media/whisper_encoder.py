@@ -14,13 +14,13 @@ from localinfer.models.media.convolutions import (
 )
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import SoundConfig
-from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, graph_writer
+from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer
 from localinfer.models.media.vision_blocks import BlockShape, norm, write_block
 from localinfer.types import FloatArray
 
 _ULTRAVOX_EPSILON = 1e-6
-_UNIT, _UNIT_ROWS = 100, 13
-"""Frames that Qwen 3's convolutions take at a time, and rows that come of them."""
+_UNIT = 100
+"""Frames that Qwen 3's convolutions take at a time, where the file does not say."""
 
 
 def block_shape(config: SoundConfig) -> BlockShape:
@@ -39,7 +39,13 @@ def block_shape(config: SoundConfig) -> BlockShape:
 
 def _blocks(writer: RowWriter, config: SoundConfig, rows: Buffer) -> None:
     for layer in range(config.num_layers):
-        write_block(writer, block_shape(config), rows, f"a.blk.{layer}", [])
+        write_block(writer, block_shape(config), rows, f"a.blk.{layer}", [], is_windowed=config.piece_frames > 0)
+
+
+def _windows(num_rows: int, size: int) -> Seen:
+    """Rows that see those of their window of so many."""
+    starts = np.arange(num_rows) // size * size
+    return Seen(starts, np.minimum(starts + size, num_rows))
 
 
 def _two_matrices(writer: RowWriter, config: SoundConfig, rows: Buffer) -> Buffer:
@@ -64,7 +70,8 @@ class WhisperEncoder:
         rows = self._convolution(writer, "a.conv1d.2", width)
         writer.builder.add(rows, rows, positions)
         _blocks(writer, config, rows)
-        self._joined_before_norm = 1 if config.projector == "ultravox" else 2
+        joins_pairs = config.projector != "ultravox" if config.joins_pairs is None else config.joins_pairs
+        self._joined_before_norm = 2 if joins_pairs else 1
         if self._joined_before_norm == 1:
             rows = norm(writer, shape, rows, "a.post_ln", "last rows")
         self._body = RowGraph(pool, writer, [rows], pages)
@@ -102,16 +109,24 @@ class WhisperEncoder:
         inner = writer.rms_norm(inner, "mm.a.norm_mid", "inner", _ULTRAVOX_EPSILON)
         return writer.linear(inner, "mm.a.mlp.2", "embeddings", config.output_size)
 
-    def encode(self, frames: FloatArray) -> FloatArray:
-        """Embeddings of frames [frames, mels]."""
-        num_rows = halved(len(frames))
-        if num_rows > len(self._positions):
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
+        """Embeddings of frames [frames, mels]; num_valid: the first of them whose rows count and are attended to."""
+        size = self._config.piece_frames or len(frames)
+        if halved(min(size, len(frames))) > len(self._positions):
             raise RequestError(
                 f"a sound of {len(frames)} frames was given to the encoder, which has {len(self._positions)} "
                 "positions: let its layout be made first"
             )
-        rows = self._first.run([unfolded_rows(frames, 3, 1)])[0]
-        rows = self._body.run([self._positions[:num_rows], unfolded_rows(rows, 3, 2)])[0]
+        # Pieces are convolved each by itself, and their positions begin anew.
+        starts = range(0, len(frames), size)
+        unfolded = [unfolded_rows(frames[start : start + size], 3, 1) for start in starts]
+        rows = self._first.run([np.concatenate(unfolded)])[0]
+        pieces = [unfolded_rows(rows[start : start + size], 3, 2) for start in starts]
+        if num_valid is not None:
+            pieces = [np.concatenate(pieces)[: halved(num_valid)]]
+        positions = np.concatenate([self._positions[: len(piece)] for piece in pieces])
+        seen = _windows(len(positions), halved(size)) if self._config.piece_frames else None
+        rows = self._body.run([positions, np.concatenate(pieces)], seen)[0]
         if self._mean is not None:
             rows = self._mean.run([_joined(rows, 2)])[0]
         return self._projector.run([_joined(rows, self._config.merge)])[0].copy()
@@ -138,9 +153,8 @@ class Qwen3SoundEncoder:
             rows = writer.linear(planes, name, "rows", weight=weights.matrix(f"{name}.weight", kernel))
             self._convolutions.append(RowGraph(pool, writer, [writer.activation(rows, Activation.GELU_ERF)]))
             channels, mels = count, halved(mels)
-        self._positions = weights.values("a.position_embd.weight", weights.shape("a.position_embd.weight")[0], width)[
-            :_UNIT_ROWS
-        ]
+        count = weights.shape("a.position_embd.weight")[0]
+        self._positions = weights.values("a.position_embd.weight", count, width)
         writer = graph_writer(weights, pages)
         features, positions = writer.input("features", channels * mels), writer.input("positions", width)
         rows = writer.linear(features, "a.conv_out", "rows", width)
@@ -150,17 +164,39 @@ class Qwen3SoundEncoder:
         self._body = RowGraph(pool, writer, [_two_matrices(writer, config, rows)], pages)
         self.graphs = [*self._convolutions, self._body]
 
-    def encode(self, frames: FloatArray) -> FloatArray:
-        """Embeddings of frames [whole seconds of frames, mels]."""
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
+        """Embeddings of frames [whole seconds of frames, mels], or of any number of frames where pieces have a size."""
+        if self._config.piece_frames:
+            return self._encode_pieces(frames, self._config.piece_frames)
         if len(frames) % _UNIT or not len(frames):
             raise RequestError(
                 f"a sound of {len(frames)} frames was given to the encoder; wanted a multiple of {_UNIT}: let its "
                 "layout be made first"
             )
-        units = len(frames) // _UNIT
-        planes = frames.reshape(units, _UNIT, -1, 1)
+        features = self._convolved(frames.reshape(-1, _UNIT, frames.shape[1]))
+        units, rows = features.shape[:2]
+        positions = np.tile(self._positions[:rows], (units, 1))
+        return self._body.run([features.reshape(units * rows, -1), positions])[0].copy()
+
+    def _encode_pieces(self, frames: FloatArray, size: int) -> FloatArray:
+        """Embeddings of frames cut into pieces, the last filled up with zeros, which give no rows of their own."""
+        size = min(size, len(frames))
+        units = -(-len(frames) // size)
+        padded = np.zeros((units * size, frames.shape[1]), np.float32)
+        padded[: len(frames)] = frames
+        features = self._convolved(padded.reshape(units, size, -1))
+        rows = features.shape[1]
+        num_rows = (units - 1) * rows + halved(halved(halved(len(frames) - (units - 1) * size)))
+        if rows > len(self._positions):
+            raise RequestError(f"pieces of {size} frames were given to the encoder; wanted {len(self._positions)} rows")
+        positions = np.tile(self._positions[:rows], (units, 1))[:num_rows]
+        seen = _windows(num_rows, rows * self._config.attended_pieces)
+        return self._body.run([features.reshape(units * rows, -1)[:num_rows], positions], seen)[0].copy()
+
+    def _convolved(self, pieces: FloatArray) -> FloatArray:
+        """Features [pieces, rows, values] of pieces [pieces, frames, mels]."""
+        planes = pieces[..., None]
         for convolution in self._convolutions:
             time, mel = halved(planes.shape[1]), halved(planes.shape[2])
-            planes = convolution.run([unfolded_planes(planes)])[0].reshape(units, time, mel, -1)
-        features = planes.swapaxes(2, 3).reshape(units * planes.shape[1], -1)
-        return self._body.run([features, np.tile(self._positions, (units, 1))])[0].copy()
+            planes = convolution.run([unfolded_planes(planes)])[0].reshape(len(pieces), time, mel, -1)
+        return planes.swapaxes(2, 3).reshape(len(pieces), planes.shape[1], -1)

@@ -92,6 +92,48 @@ def test_embeddings_are_the_references(media_folders: MediaFolders, pool: Thread
         encoder.close()
 
 
+@pytest.mark.parametrize("name", ["gemma4", "qwen2_5_omni", "qwen2_audio", "qwen3_omni_moe", "voxtral"])
+def test_embeddings_of_sounds_are_the_references(media_folders: MediaFolders, pool: ThreadPool, name: str) -> None:
+    reference = media_folders.reference(name)
+    with open_folder(media_folders.path(name)) as folder:
+        media = _open(folder)
+        assert media.sounds is not None
+        encoder = MediaEncoder(media.config, media.file, pool)
+        for label, count in (("heard", 1), ("heard-two", 2)):
+            if f"{label}.audio_embeddings" not in reference:
+                continue
+            wanted = reference[f"{label}.audio_embeddings"]
+            first = 0
+            for number in range(count):
+                pieces = media.sounds.lay_out(media_folders.sound(number)).pieces
+                (entry,) = [piece for piece in pieces if isinstance(piece, EncoderInput)]
+                found = encoder.encode(entry)
+                whole = wanted[number] if wanted.ndim == 3 else wanted[first:]
+                first += len(found)
+                # Qwen 3 fills the second up to the first there, but not here.
+                if name != "qwen3_omni_moe" or number == 0:
+                    assert _error(found, whole[: len(found)]) < 1e-6
+        encoder.close()
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("qwen2_5_omni", 1.9), ("qwen3_omni_moe", 9.3), ("gemma4", 3.1)])
+def test_sounds_longer_than_a_piece_have_the_rows_of_their_layout(
+    media_folders: MediaFolders, pool: ThreadPool, name: str, seconds: float
+) -> None:
+    with open_folder(media_folders.path(name)) as folder:
+        media = _open(folder)
+        assert media.sounds is not None
+        encoder = MediaEncoder(media.config, media.file, pool)
+        samples = np.resize(media_folders.sound(0), int(seconds * 16000))
+        for length in (len(samples), len(samples) - 4321):
+            pieces = media.sounds.lay_out(samples[:length]).pieces
+            entries = [piece for piece in pieces if isinstance(piece, EncoderInput)]
+            found = [encoder.encode(entry) for entry in entries]
+            assert [len(rows) for rows in found] == [entry.num_rows for entry in entries]
+            assert all(np.isfinite(rows).all() for rows in found)
+        encoder.close()
+
+
 def _as_saved(
     media: FolderMedia, inputs: list[EncoderInput], reference: Mapping[str, NDArray[Any]], number: int, name: str
 ) -> list[EncoderInput]:
