@@ -41,7 +41,7 @@ class Gemma4SoundEncoder:
     EPSILON = 1e-6
     CAP = 50.0
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._config, width = config, config.hidden_size
         self._size = width // config.num_heads
         pages = KeyPages(KVLayerShape(config.num_heads, self._size, self._size))
@@ -141,7 +141,7 @@ class Lfm2SoundEncoder:
     MOST_BYTES = 1 << 30
     """Of what is kept of distances while a sound is encoded."""
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._config, self._weights, self._pool = config, weights, pool
         width = config.hidden_size
         self._size = width // config.num_heads
@@ -205,7 +205,10 @@ class Lfm2SoundEncoder:
         # A key's distance from the row is minus what the sines are of.
         turns = -np.arange(-reach, reach + 1)[:, None] * frequencies
         sines = np.stack([np.sin(turns), np.cos(turns)], axis=2).reshape(2 * reach + 1, -1).astype(np.float32)
-        distances = self._distances.run([sines])
+        if weights.is_read:
+            distances = self._distances.run([sines])
+        else:
+            distances = [np.zeros((len(sines), width), np.float32)] * config.num_layers
         writer = graph_writer(weights, self._pages)
         mels = config.num_mel_bins
         for _ in range(3):

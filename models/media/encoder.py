@@ -1,5 +1,7 @@
 """Encoders of an mmproj file: from prepared pictures and sounds to rows that a text model reads as embeddings."""
 
+from collections.abc import Callable
+
 from localinfer.errors import ClosedError, CorruptFileError, RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
@@ -33,13 +35,15 @@ class MediaEncoder:
 
     An embedding depends on its picture or sound alone: not on threads, nor on what is computed beside it.
     config: `read_mmproj`'s of the file. file: an mmproj file, or what has tensors of the same names; it may be closed
-    after. Raises: CorruptFileError or UnsupportedFormatError naming the tensor at fault.
+    after. pool: None for a plan, which knows bytes and kernels without reading matrices, and encodes nothing.
+    Raises: CorruptFileError or UnsupportedFormatError naming the tensor at fault.
     """
 
     def __init__(
-        self, config: MediaConfig, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None
+        self, config: MediaConfig, file: ModelFile, pool: ThreadPool | None, progress: ProgressCallback | None = None
     ) -> None:
         self.config = config
+        self._is_closed = pool is None
         self._weights = EncoderWeights(file, pool, progress)
         self._pictures = None
         if self.config.picture is not None:
@@ -47,7 +51,6 @@ class MediaEncoder:
         self._sounds = None
         if self.config.sound is not None:
             self._sounds = SoundEncoder(self.config.sound, self._weights, pool)
-        self._is_closed = False
 
     @property
     def width(self) -> int:
@@ -75,11 +78,17 @@ class MediaEncoder:
         """Bytes of buffers while a stretch of so many frames of sound is encoded; they stay until `close`."""
         return 0 if self._sounds is None else self._sounds.num_bytes(num_frames)
 
-    def encode(self, piece: EncoderInput) -> FloatArray:
-        """Embeddings float32[num_rows, width] of one picture, tile or sound."""
+    def encode(self, piece: EncoderInput, check: Callable[[], None] | None = None) -> FloatArray:
+        """Embeddings float32[num_rows, width] of one picture, tile or sound.
+
+        check: called every few hundredths of the work; an error that it raises ends the encoding, and is raised.
+        """
         if self._is_closed:
             raise ClosedError("the encoder was closed; load the model again to go on")
         kind = "sound" if piece.is_sound else "picture"
+        for encoder in (self._pictures, self._sounds):
+            for graph in [] if encoder is None else encoder.graphs:
+                graph.check = check
         if piece.is_sound and self._sounds is not None:
             rows = self._sounds.encode(piece.values, piece.num_valid)
         elif not piece.is_sound and self._pictures is not None:

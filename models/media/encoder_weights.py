@@ -10,10 +10,10 @@ import numpy as np
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.kernels.cpu.weights import pack
-from localinfer.kernels.layouts import Layout
+from localinfer.kernels.cpu.weights import PackedWeight, pack
+from localinfer.kernels.layouts import Layout, num_tiles, tile_bytes
 from localinfer.kernels.ops import LinearWeight
-from localinfer.models.load.weights import CpuWeights
+from localinfer.models.load.weights import CpuWeights, UnreadWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.types import FloatArray, ProgressCallback
 
@@ -23,14 +23,20 @@ _WAY_OUT = "convert the model's mmproj file again, or download another copy"
 class EncoderWeights:
     """The tensors of a file, for the graphs of its encoders.
 
-    file: an mmproj file, or whatever else has tensors of these names.
+    file: an mmproj file, or whatever else has tensors of these names. pool: None to leave matrices unread, for sizes
+    and kernels alone.
     """
 
-    def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
+    def __init__(self, file: ModelFile, pool: ThreadPool | None, progress: ProgressCallback | None = None) -> None:
         self._file = file
         self._pool = pool
-        self._source = CpuWeights(file, pool, progress)
+        self._source = UnreadWeights(file) if pool is None else CpuWeights(file, pool, progress)
         self._packed: dict[str, LinearWeight] = {}
+
+    @property
+    def is_read(self) -> bool:
+        """False if matrices have sizes alone."""
+        return self._pool is not None
 
     def close(self) -> None:
         """Give up every weight; those that programs hold stay alive with them."""
@@ -99,6 +105,10 @@ class EncoderWeights:
         rows = np.ascontiguousarray(values, np.float32)
         experts = prod(rows.shape[:-2])
         num_rows, num_columns = rows.shape[-2:]
+        if self._pool is None:
+            data = np.empty(experts * num_tiles(num_rows) * tile_bytes(Layout.F32, num_columns), np.uint8)
+            unread = PackedWeight(Layout.F32, num_rows, num_columns, experts, data)
+            return LinearWeight(name, num_rows, num_columns, unread, experts)
         packed = pack(self._pool, Layout.F32, rows.reshape(-1).view(np.uint8), experts, num_rows, num_columns)
         return LinearWeight(name, num_rows, num_columns, packed, experts)
 

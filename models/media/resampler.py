@@ -18,7 +18,7 @@ _HEAD_SIZE = 128
 class Resampler:
     """Rows of a picture as keys and values, and what the queries make of them."""
 
-    def __init__(self, config: PictureConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: PictureConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._width = width = config.output_size
         if width % _HEAD_SIZE:
             raise UnsupportedFormatError(

@@ -25,9 +25,9 @@ from localinfer.kernels.ops import (
     OpGraph,
     Projection,
     Rows,
-    StageBoundary,
 )
 from localinfer.kernels.program import Batch, Segment
+from localinfer.models.load.weights import NO_POOL
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.types import FloatArray
 
@@ -222,14 +222,13 @@ class RowWriter:
 class RowGraph:
     """A finished graph, which computes rows that the host gives it; one caller at a time.
 
-    outputs: buffers that `run` returns.
+    outputs: buffers that `run` returns. check: called some sixty times during a run; an error that it raises ends it.
     """
 
     def __init__(
-        self, pool: ThreadPool, writer: RowWriter, outputs: Sequence[Buffer], pages: KeyPages | None = None
+        self, pool: ThreadPool | None, writer: RowWriter, outputs: Sequence[Buffer], pages: KeyPages | None = None
     ) -> None:
         builder = writer.builder
-        builder.ops.insert(0, _first_stage(writer.inputs))
         # Programs return rows that were asked for, which are none here.
         unused = builder.buffer("unused", outputs[0].width, Rows.OUTPUT)
         builder.select_output(unused, outputs[0])
@@ -238,13 +237,14 @@ class RowGraph:
         self._inputs, self._outputs, self._host_steps = tuple(writer.inputs), tuple(outputs), tuple(writer.host_steps)
         self._layout = KVLayout("f32", []) if pages is None else pages.layout
         self._program: CpuProgram | None = None
+        self.check: Callable[[], None] | None = None
         # A row's positions are numbered, but nothing is stored where there are no keys.
         self._no_pages = np.zeros(0, np.int64)
 
     @property
     def kernels(self) -> list[Kernel]:
         """Kernels that it is made of."""
-        return kernels_of_graph(self.graph, self._pool, self._layout)
+        return kernels_of_graph(self.graph, self._pool or NO_POOL, self._layout)
 
     def num_bytes(self, num_rows: int) -> int:
         """Bytes of buffers, keys and values for so many rows."""
@@ -275,15 +275,30 @@ class RowGraph:
             segments = [Segment(0, num_rows, pages, key_starts=starts, key_ends=ends)]
         else:
             segments = [Segment(num_keys, 1, pages) for _ in range(num_rows)]
-        program.begin(Batch(np.zeros(num_rows, np.int32), segments, np.empty(0, np.int32)))
         for buffer, rows in zip(self._inputs, inputs, strict=True):
             program.upload(buffer, rows)
+        batch = Batch(np.zeros(num_rows, np.int32), segments, np.empty(0, np.int32))
+        if self._host_steps:
+            self._run_stages(program, batch)
+        else:
+            # Between some sixty stretches of it, each can be the last.
+            program.run_abortable(batch, self._check, least_rows=0)
+        return [program.download(buffer, num_rows) for buffer in self._outputs]
+
+    def _run_stages(self, program: CpuProgram, batch: Batch) -> None:
+        num_rows = len(batch.token_ids)
+        program.begin(batch)
         program.run_stage(0)
-        program.run_stage(1)
-        for stage, step in enumerate(self._host_steps, 2):
+        for stage, step in enumerate(self._host_steps, 1):
+            self._check(0.0)
             program.upload(step.target, step.function(program.download(step.source, num_rows)))
             program.run_stage(stage)
-        return [program.download(buffer, num_rows) for buffer in self._outputs]
+
+    def _check(self, share: float) -> bool:
+        """Let the caller end the run by an error, however much of it is done."""
+        if self.check is not None:
+            self.check()
+        return False
 
     def close(self) -> None:
         """Give up the buffers."""
@@ -292,15 +307,12 @@ class RowGraph:
     def _sized(self, num_rows: int) -> CpuProgram:
         """The program, for at least so many rows."""
         if self._program is None or self._program.max_batch_rows < num_rows:
+            assert self._pool is not None, "a plan runs nothing"
             self._program = None
             self._program = lower_to_cpu(
                 self.graph, self._pool, self._layout, max_batch_rows=_capacity(num_rows), max_output_rows=1
             )
         return self._program
-
-
-def _first_stage(inputs: Sequence[Buffer]) -> StageBoundary:
-    return StageBoundary((), tuple(inputs))
 
 
 def _capacity(num_rows: int) -> int:
@@ -314,3 +326,24 @@ def _capacity(num_rows: int) -> int:
 def graph_writer(weights: EncoderWeights, pages: KeyPages | None = None) -> RowWriter:
     """A writer of a new graph."""
     return RowWriter(weights, GraphBuilder(() if pages is None else pages.layout.layers))
+
+
+def mean_of_parts(writer: RowWriter, x: Buffer, count: int, factor: float = 1.0) -> Buffer:
+    """The mean of `count` equal parts of each row, times a factor."""
+    width = x.width // count
+    if width % 16 == 0 or count == 1:
+        out = writer.buffer("mean", width)
+        writer.builder.mix_slots(out, x, count)
+    else:
+        # Kernels mix whole vectors.
+        out = writer.host_step(x, "mean", width, lambda rows: _sum_of_parts(rows, count))
+    writer.builder.scale(out, factor / count)
+    return out
+
+
+def _sum_of_parts(rows: FloatArray, count: int) -> FloatArray:
+    width = rows.shape[1] // count
+    total = rows[:, :width].copy()
+    for part in range(1, count):
+        np.add(total, rows[:, part * width : (part + 1) * width], out=total)
+    return total

@@ -36,7 +36,7 @@ class FrameEncoder(Protocol):
 class UnifiedSoundEncoder:
     """Gemma 4 without an encoder: frames of samples, normalised and projected."""
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         writer = graph_writer(weights)
         rows = writer.rms_norm(writer.input("frames", _SAMPLES_A_FRAME), "", "normalised", _EPSILON)
         self._projector = RowGraph(
@@ -49,7 +49,7 @@ class UnifiedSoundEncoder:
         return self._projector.run([frames])[0].copy()
 
 
-_ENCODERS: dict[str, Callable[[SoundConfig, EncoderWeights, ThreadPool], FrameEncoder]] = {
+_ENCODERS: dict[str, Callable[[SoundConfig, EncoderWeights, ThreadPool | None], FrameEncoder]] = {
     "ultravox": WhisperEncoder,
     "voxtral": WhisperEncoder,
     "qwen2a": WhisperEncoder,
@@ -67,11 +67,16 @@ class SoundEncoder:
     Raises: CorruptFileError or UnsupportedFormatError naming a tensor that is missing, wrong or not known.
     """
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._frame_size = _SAMPLES_A_FRAME if config.projector == "gemma4ua" else config.num_mel_bins
         self._encoder: FrameEncoder = _ENCODERS[config.projector](config, weights, pool)
         self.width = config.output_size
         weights.check_asked("a", config.num_layers)
+
+    @property
+    def graphs(self) -> list[RowGraph]:
+        """Its graphs at present."""
+        return self._encoder.graphs
 
     @property
     def kernels(self) -> list[Kernel]:

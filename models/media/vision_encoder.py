@@ -42,13 +42,13 @@ class VisionEncoder:
     Raises: CorruptFileError or UnsupportedFormatError naming a tensor that is missing, wrong or not known.
     """
 
-    def __init__(self, config: PictureConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: PictureConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._config, self._weights, self._pool = config, weights, pool
         self._family: VisionFamily = FAMILIES[config.projector]
         self._tables: dict[Grid, FloatArray | None] = {}
         self._channels = _channels(config, self._family)
         self._table = self._read_table()
-        self._graphs: list[RowGraph] = []
+        self.graphs: list[RowGraph] = []
         self._class_row = weights.optional("v.class_embd", config.hidden_size)
         self._has_class_row = self._class_row is not None
         self._line_end = None
@@ -68,9 +68,9 @@ class VisionEncoder:
         else:
             self._write_bodies()
         weights.check_asked("v", self._num_blocks)
-        self._graphs = [graph for graph in (self._body, self._later, self._projector) if graph is not None]
+        self.graphs = [graph for graph in (self._body, self._later, self._projector) if graph is not None]
         for part in (self._merger, self._resampler):
-            self._graphs += [] if part is None else part.graphs
+            self.graphs += [] if part is None else part.graphs
 
     @property
     def width(self) -> int:
@@ -80,13 +80,13 @@ class VisionEncoder:
     @property
     def kernels(self) -> list[Kernel]:
         """Kernels that it is made of."""
-        return [kernel for graph in self._graphs for kernel in graph.kernels]
+        return [kernel for graph in self.graphs for kernel in graph.kernels]
 
     def num_bytes(self, num_patches: int) -> int:
         """Bytes of buffers for a picture of so many patches."""
         joined = -(-num_patches // self._config.merge**2)
         counts = {id(self._projector): joined, id(self._later): num_patches // 4}
-        return sum(graph.num_bytes(max(counts.get(id(graph), num_patches), 1)) for graph in self._graphs)
+        return sum(graph.num_bytes(max(counts.get(id(graph), num_patches), 1)) for graph in self.graphs)
 
     def encode(self, pixels: NDArray[np.uint8]) -> FloatArray:
         """Embeddings float32[rows, width] of a picture uint8[height, width, 3] whose sides are whole patches."""
@@ -115,7 +115,7 @@ class VisionEncoder:
 
     def close(self) -> None:
         """Give up programs and buffers."""
-        for graph in self._graphs:
+        for graph in self.graphs:
             graph.close()
         self._pages.release()
 

@@ -12,7 +12,7 @@ from enum import Enum
 from localinfer.kernels.ops import Activation, Buffer
 from localinfer.models.media.mmproj import PictureConfig
 from localinfer.models.media.patch_positions import Resize, Rotary
-from localinfer.models.media.row_graph import RowWriter
+from localinfer.models.media.row_graph import RowWriter, mean_of_parts
 from localinfer.models.media.vision_blocks import ACTIVATIONS
 
 _FIXED_EPSILON = 1e-5
@@ -100,11 +100,7 @@ def _by_config(project: Callable[[Activation], Projector]) -> Projector:
 
 
 def _mean_of_patches(writer: RowWriter, config: PictureConfig, x: Buffer, factor: float) -> Buffer:
-    count = config.merge**2
-    out = writer.buffer("mean", x.width // count)
-    writer.builder.mix_slots(out, x, count)
-    writer.builder.scale(out, factor / count)
-    return out
+    return mean_of_parts(writer, x, config.merge**2, factor)
 
 
 def _gemma3(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:

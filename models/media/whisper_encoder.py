@@ -14,7 +14,7 @@ from localinfer.models.media.convolutions import (
 )
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import SoundConfig
-from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer
+from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer, mean_of_parts
 from localinfer.models.media.vision_blocks import BlockShape, norm, write_block
 from localinfer.types import FloatArray
 
@@ -56,7 +56,7 @@ def _two_matrices(writer: RowWriter, config: SoundConfig, rows: Buffer) -> Buffe
 class WhisperEncoder:
     """Encoders of ultravox, voxtral and qwen2a: 3000 frames become 1500 rows, some of which are joined."""
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._config = config
         width = config.hidden_size
         shape, pages = block_shape(config), KeyPages(block_shape(config).keys)
@@ -79,9 +79,7 @@ class WhisperEncoder:
         if self._joined_before_norm > 1:
             writer = graph_writer(weights)
             pairs = writer.input("pairs of rows", 2 * width)
-            mean = writer.buffer("mean", width)
-            writer.builder.mix_slots(mean, pairs, 2)
-            writer.builder.scale(mean, 0.5)
+            mean = mean_of_parts(writer, pairs, 2)
             self._mean = RowGraph(pool, writer, [norm(writer, shape, mean, "a.post_ln", "last rows")])
         writer = graph_writer(weights)
         joined = writer.input("joined rows", width * config.merge)
@@ -141,7 +139,7 @@ def _joined(rows: FloatArray, count: int) -> FloatArray:
 class Qwen3SoundEncoder:
     """The encoder of qwen3a: convolutions over seconds of frames and mels, then Whisper's blocks over all of them."""
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool) -> None:
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         self._config = config
         pages, width = KeyPages(block_shape(config).keys), config.hidden_size
         self._convolutions, channels, mels = [], 1, config.num_mel_bins

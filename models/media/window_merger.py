@@ -6,7 +6,7 @@ from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.ops import Activation
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import PictureConfig
-from localinfer.models.media.row_graph import KeyPages, RowGraph, Seen, graph_writer
+from localinfer.models.media.row_graph import KeyPages, RowGraph, Seen, graph_writer, mean_of_parts
 from localinfer.models.media.vision_blocks import BlockShape, norm, write_attention
 from localinfer.types import FloatArray
 
@@ -18,7 +18,12 @@ class WindowMerger:
     """Attention inside windows of four consecutive rows, then their mean and what a small network adds to it."""
 
     def __init__(
-        self, config: PictureConfig, shape: BlockShape, weights: EncoderWeights, pool: ThreadPool, pages: KeyPages
+        self,
+        config: PictureConfig,
+        shape: BlockShape,
+        weights: EncoderWeights,
+        pool: ThreadPool | None,
+        pages: KeyPages,
     ) -> None:
         width, name = config.hidden_size, "v.vit_merger"
         writer = graph_writer(weights, pages)
@@ -30,9 +35,7 @@ class WindowMerger:
         )
         writer = graph_writer(weights)
         joined = writer.input("joined rows", _COUNT * width)
-        mean = writer.buffer("mean", width)
-        writer.builder.mix_slots(mean, joined, _COUNT)
-        writer.builder.scale(mean, 1.0 / _COUNT)
+        mean = mean_of_parts(writer, joined, _COUNT)
         inner = writer.layer_norm(joined, f"{name}.ds_ln", "normed", shape.norm_epsilon)
         inner = writer.activation(writer.linear(inner, f"{name}.ds_ffn_up", "inner"), Activation.GELU_TANH)
         self._network = RowGraph(

@@ -1,6 +1,7 @@
 """Encoders of pictures: every family against float64 formulas, bits on any number of threads, and broken files."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,64 @@ def test_embeddings_equal_the_formulas_on_any_number_of_threads(
         assert np.array_equal(encoded(alone, name, size), found[size]), size
     for encoder in (alone, together):
         encoder.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5vl-q8_0", "minicpmv4.6", "minicpmv", "gemma4-unified"])
+def test_a_plan_knows_sizes_and_kernels_without_threads(
+    name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]
+) -> None:
+    path = mmproj(name, tmp_path)
+    loaded = opened(name, path, pools[0])
+    with read_gguf(path) as file:
+        plan = MediaEncoder(read_mmproj(file), file, None)
+    assert plan.weight_bytes == loaded.weight_bytes and plan.kernels == loaded.kernels
+    assert plan.picture_bytes(256) == loaded.picture_bytes(256)
+    with pytest.raises(ClosedError):
+        plan.encode(inputs(name, (56, 56))[0])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5vl", "gemma3"])
+def test_a_caller_can_end_an_encoding(name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]) -> None:
+    encoder, piece = opened(name, mmproj(name, tmp_path), pools[1]), inputs(name, (56, 56))[0]
+    wanted, calls = encoder.encode(piece), []
+
+    def end() -> None:
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(piece, end)
+    assert np.array_equal(encoder.encode(piece), wanted)
+
+
+@pytest.mark.parametrize("name", ["llava1.5", "llava-next", "internvl"])
+def test_the_class_row_may_come_first_as_in_the_published_models(
+    name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]
+) -> None:
+    with read_gguf(mmproj(name, tmp_path)) as file:
+        config = read_mmproj(file)
+        assert config.picture is not None
+        config = replace(config, picture=replace(config.picture, is_class_first=True))
+        encoder = MediaEncoder(config, file, pools[1])
+    for size in fixtures.skeletons()[name]["pictures"]:
+        wanted = fixtures.answers()[f"{name}.{size[0]}x{size[1]}.embeddings_original"]
+        found = encoded(encoder, name, tuple(size))
+        assert float(((found - wanted) ** 2).sum() / (wanted**2).sum()) <= 1e-11
+
+
+def test_blocks_whose_outputs_are_taken_are_joined(tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]) -> None:
+    # Granite's files name the blocks; the projector's first matrix is as wide as all of them.
+    path = mmproj("llava1.5", tmp_path, {"mm.0.weight": [64, 96]})
+    found = []
+    for layers in ((1, 3), (3, 1), (2, 3)):
+        with read_gguf(path) as file:
+            config = read_mmproj(file)
+            assert config.picture is not None
+            config = replace(config, picture=replace(config.picture, feature_layers=layers))
+            encoder = MediaEncoder(config, file, pools[1])
+        found.append(encoded(encoder, "llava1.5", (56, 56)))
+    assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
 
 
 def test_a_closed_encoder_and_wrong_pictures_are_refused(tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]) -> None:
