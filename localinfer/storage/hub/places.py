@@ -102,6 +102,12 @@ def pointer_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
     return repository_folder(cache, repository.id) / "snapshots" / repository.commit / file.path
 
 
+def lock_path(cache: Path, repository: Repository, file: StoredFile) -> Path:
+    """Path of the lock that a program holds which writes a file."""
+    blob = blob_path(cache, repository, file)
+    return _with_room(cache / ".locks" / blob.parents[1].name) / f"{blob.name}.lock"
+
+
 def set_main(cache: Path, repository: Repository) -> None:
     """Record which commit is the newest, so that other programs find it without a network. Raises: OSError."""
     folder = repository_folder(cache, repository.id) / "refs"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from localinfer.errors import DownloadError, HubUnreachableError, RequestError
 from localinfer.storage.hub.download import HubClient, fetch_file, held_bytes, partial_path
 from localinfer.storage.hub.installed import find_installed
-from localinfer.storage.hub.places import Places, blob_path, pointer_path, repository_folder, set_main
+from localinfer.storage.hub.places import Places, blob_path, lock_path, pointer_path, repository_folder, set_main
 from localinfer.storage.hub.records import DamagedRecord, PullRecord, PullRecords, new_record
 from localinfer.storage.hub.variants import (
     Reference,
@@ -282,16 +282,15 @@ def _file_lock(cache: Path, repository: Repository, file: StoredFile) -> Abstrac
     """The lock that huggingface_hub takes for the same file, so that no two programs write it."""
     from filelock import FileLock
 
-    blob = blob_path(cache, repository, file)
-    folder = cache / ".locks" / blob.parents[1].name
+    path = lock_path(cache, repository, file)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DownloadError(
             f"{cache} cannot be used: {error.strerror or error}; change who may write there, or set HF_HOME to another "
             "folder"
         ) from error
-    return FileLock(str(folder / f"{blob.name}.lock"))
+    return FileLock(str(path))
 
 
 def _check_space(cache: Path, repository: Repository, name: str, say: Callable[[str], None]) -> None:

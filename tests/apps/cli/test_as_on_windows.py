@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localinfer.storage.hub.places import blob_path, pointer_path, set_main, snapshots
+from localinfer.storage.hub.places import blob_path, lock_path, pointer_path, set_main, snapshots
 from localinfer.storage.hub.variants import Repository, StoredFile, is_safe_path
 from localinfer.system import disk
 from localinfer.system.windows import extended_path, refused_name, starting_process
@@ -85,7 +85,8 @@ def test_all_of_the_hubs_cache_is_below_folders_with_room(tmp_path: Path, monkey
     )
     file = StoredFile("folder/model.gguf", 3, sha256="0" * 64)
     repository = Repository("org/repo", "c" * 40, (file,))
-    for path in (blob_path(cache, repository, file), pointer_path(cache, repository, file)):
+    for path_of in (blob_path, pointer_path, lock_path):
+        path = path_of(cache, repository, file)
         assert path.is_relative_to(prefixed)
         path.parent.mkdir(parents=True)
     set_main(cache, repository)
