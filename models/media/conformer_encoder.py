@@ -127,7 +127,7 @@ class Gemma4SoundEncoder:
 
 
 def _relative(writer: RowWriter, queries: Buffer, weight: LinearWeight, buckets: NDArray[np.int64]) -> Relative:
-    """What each head's query makes of the rows of distances, weight [heads, distances, size]."""
+    """Products of each head's query with the rows of distances, weight [heads, distances, size]."""
     by_row = writer.buffer("by distance", weight.num_experts * weight.num_rows)
     writer.builder.head_matmul(by_row, queries, weight, weight.num_rows, weight.num_columns)
     return Relative(buckets, weight.num_rows, by_row=by_row)

@@ -22,7 +22,7 @@ _WAY_OUT = "convert the model's mmproj file again, or download another copy"
 
 @dataclass(frozen=True)
 class Projector:
-    """What tells kinds of `projector_type` apart before any tensor is read."""
+    """Properties of a `projector_type` that are known before any tensor is read."""
 
     output: str
     """Tensor whose rows (of a transposed one, columns) are as wide as the text model."""
@@ -108,7 +108,7 @@ class EncoderSizes:
 
 @dataclass(frozen=True)
 class PictureConfig(EncoderSizes):
-    """What an mmproj file says of pictures."""
+    """Settings of an mmproj file for pictures."""
 
     image_size: int
     """Side of the square, or of a tile, in pixels; a filler in families of free sizes."""
@@ -117,7 +117,7 @@ class PictureConfig(EncoderSizes):
     mean: tuple[float, float, float]
     """Subtracted from each channel of 0..1."""
     std: tuple[float, float, float]
-    """What channels are then divided by."""
+    """Divisors of the channels after that."""
     activation: str
     """`gelu` (its tanh form), `erf` (GELU as it is), `silu` or, where the file names neither, `quick`."""
     num_kv_heads: int
@@ -143,7 +143,7 @@ class PictureConfig(EncoderSizes):
     max_pixels: int
     """Greatest area; 0: not given."""
     minicpmv_version: int
-    """Which layout of slices; 0: not given."""
+    """Version that chooses the layout of slices; 0: not given."""
     num_queries: int
     """Rows of a resampler."""
     swiglu_clamp: float
@@ -177,7 +177,7 @@ class PictureConfig(EncoderSizes):
 
 @dataclass(frozen=True)
 class SoundConfig(EncoderSizes):
-    """What an mmproj file says of sounds."""
+    """Settings of an mmproj file for sounds."""
 
     num_mel_bins: int
     """Values of a frame."""
@@ -192,7 +192,7 @@ class SoundConfig(EncoderSizes):
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """What an mmproj file says; a part is None where the file has no such encoder."""
+    """Settings of an mmproj file; a part is None where the file has no such encoder."""
 
     picture: PictureConfig | None
     """Of pictures."""

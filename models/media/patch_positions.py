@@ -1,4 +1,4 @@
-"""Where patches lie: their order, tables of learned positions brought to a picture's size, and angles of rotation.
+"""Places of patches: their order, tables of learned positions brought to a picture's size, and angles of rotation.
 
 All of this is small next to the products, so it is computed here in float64, by gathers and sums in one order.
 """
@@ -150,7 +150,7 @@ def resized_table(table: FloatArray, grid: Grid, resize: Resize) -> FloatArray:
 
 
 class Rotary(Enum):
-    """How attention's heads are rotated by rows and columns."""
+    """Ways to rotate attention's heads by rows and columns."""
 
     NONE = "none"
     QWEN = "qwen"

@@ -85,13 +85,13 @@ class RowWriter:
     """A graph being written: linear layers, norms and activations by the names of their tensors."""
 
     weights: EncoderWeights
-    """Where tensors are."""
+    """Its tensors."""
     builder: GraphBuilder
-    """Where ops go."""
+    """Its ops."""
     inputs: list[Buffer] = field(default_factory=list)
     """Buffers that the host fills, in the order in which it gives them."""
     host_steps: list[HostStep] = field(default_factory=list)
-    """What the host computes between two stages."""
+    """Steps that the host computes between two stages."""
     _named: dict[tuple[str, int], Buffer] = field(default_factory=dict)
 
     def input(self, name: str, width: int) -> Buffer:

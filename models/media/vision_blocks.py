@@ -20,7 +20,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What blocks of an encoder have in common."""
+    """Properties that the blocks of an encoder have in common."""
 
     hidden_size: int
     """Width of a row."""

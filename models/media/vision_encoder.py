@@ -9,6 +9,7 @@ from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatE
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.ops import Buffer, Projection
+from localinfer.models.media.attention_mergers import Resampler, WindowMerger
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import PictureConfig
 from localinfer.models.media.patch_positions import (
@@ -24,12 +25,10 @@ from localinfer.models.media.patch_positions import (
     rotary_angles,
     window_order,
 )
-from localinfer.models.media.resampler import Resampler
 from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer
 from localinfer.models.media.tile_packing import encode_tiles
 from localinfer.models.media.vision_blocks import ACTIVATIONS, BlockShape, optional_norm, write_block
 from localinfer.models.media.vision_families import FAMILIES, Table, VisionFamily, write_deepstack
-from localinfer.models.media.window_merger import WindowMerger
 from localinfer.types import FloatArray
 
 _LARGE_RMS = (3200, 45)
@@ -122,7 +121,7 @@ class VisionEncoder:
     def _run_blocks(
         self, patches: FloatArray, positions: FloatArray | None, grid: Grid, order: Indices, ends: Indices | None
     ) -> list[FloatArray]:
-        """What the blocks make of patches, and of the blocks whose outputs are taken beside."""
+        """Outputs of the blocks for patches: of the last, and of those that are taken beside."""
         assert self._body is not None, "written for every family with blocks"
         inputs = [patches]
         if self._has_class_row:
@@ -258,7 +257,7 @@ class VisionEncoder:
         return self._family.has_windows and (config.window_pattern > 0 or config.full_layers is not None)
 
     def _sees_window(self, layer: int) -> bool:
-        """Whether rows of a block see a window of the picture."""
+        """True if rows of a block see a window of the picture."""
         config = self._config
         if config.full_layers is not None:
             return self._has_windows and layer not in config.full_layers
@@ -362,7 +361,7 @@ class VisionEncoder:
         return write(rows, "v.post_ln", out, shape.norm_epsilon)
 
     def _outputs(self, writer: RowWriter, rows: Buffer, features: dict[int, Buffer]) -> list[Buffer]:
-        """What is projected: the last rows, and outputs of blocks that are taken beside or instead."""
+        """Rows that are projected: the last ones, and outputs of blocks that are taken beside or instead."""
         config = self._config
         if config.num_deepstack:
             return [rows, *features.values()]

@@ -35,14 +35,14 @@ class Table(Enum):
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How a family's encoder differs from others."""
+    """Properties of a family's encoder that its files do not say."""
 
     project: Projector
     """Its projector."""
     table: Table | Resize | None = None
     """Its learned positions, where the file has `v.position_embd`."""
     rotary: Rotary = Rotary.NONE
-    """How heads are rotated."""
+    """Rotation of heads."""
     has_rms_norms: bool = False
     """True for norms without a mean."""
     may_swap_ffn: bool = False

@@ -1,18 +1,25 @@
-"""The resampler of MiniCPM-V: a fixed number of learned queries attends to all rows of a picture."""
+"""Mergers of MiniCPM-V, in which rows become fewer by attention.
+
+After the encoder, or inside it: learned queries that attend to all rows of a picture, or windows of four rows that see
+each other and become one.
+"""
 
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.kernels.ops import AttentionShape, KVLayerShape
+from localinfer.kernels.ops import Activation, AttentionShape, KVLayerShape
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import PictureConfig
 from localinfer.models.media.patch_positions import Grid
-from localinfer.models.media.row_graph import KeyPages, RowGraph, graph_writer
+from localinfer.models.media.row_graph import KeyPages, RowGraph, Seen, graph_writer, mean_of_parts
+from localinfer.models.media.vision_blocks import BlockShape, norm, write_attention
 from localinfer.types import FloatArray
 
 _HEAD_SIZE = 128
-"""Columns of a head, whatever the file says of the encoder's."""
+"""Columns of a head of a resampler, whatever the file says of the encoder's."""
+_COUNT = 4
+"""Rows of a window."""
 
 
 class Resampler:
@@ -64,3 +71,39 @@ def _sines(grid: Grid, width: int) -> FloatArray:
     rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
     parts = [part(axis[:, None] * frequencies) for axis in (columns, rows) for part in (np.sin, np.cos)]
     return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+class WindowMerger:
+    """Attention inside windows of four consecutive rows, then their mean and what a small network adds to it."""
+
+    def __init__(
+        self,
+        config: PictureConfig,
+        shape: BlockShape,
+        weights: EncoderWeights,
+        pool: ThreadPool | None,
+        pages: KeyPages,
+    ) -> None:
+        width, name = config.hidden_size, "v.vit_merger"
+        writer = graph_writer(weights, pages)
+        rows = writer.input("rows", width)
+        normed = norm(writer, shape, rows, f"{name}.ln1", "normed")
+        attended = write_attention(writer, shape, normed, name, [], is_windowed=True)
+        self._attention = RowGraph(
+            pool, writer, [writer.linear(attended, f"{name}.attn_out", "out", width, residual=rows)], pages
+        )
+        writer = graph_writer(weights)
+        joined = writer.input("joined rows", _COUNT * width)
+        mean = mean_of_parts(writer, joined, _COUNT)
+        inner = writer.layer_norm(joined, f"{name}.ds_ln", "normed", shape.norm_epsilon)
+        inner = writer.activation(writer.linear(inner, f"{name}.ds_ffn_up", "inner"), Activation.GELU_TANH)
+        self._network = RowGraph(
+            pool, writer, [writer.linear(inner, f"{name}.ds_ffn_down", "merged", width, residual=mean)]
+        )
+        self.graphs = [self._attention, self._network]
+
+    def run(self, rows: FloatArray) -> FloatArray:
+        """Rows [windows, width] of rows whose windows are four that follow each other."""
+        starts = np.arange(len(rows)) // _COUNT * _COUNT
+        attended = self._attention.run([rows], Seen(starts, starts + _COUNT))[0]
+        return self._network.run([np.ascontiguousarray(attended).reshape(len(rows) // _COUNT, -1)])[0]
