@@ -35,7 +35,8 @@ class MediaRun:
     ids: NDArray[np.int32]
     """int32[rows], see `media_ids`."""
     embed: Callable[[], FloatArray]
-    """Computes the embeddings, float32[rows, width]; called only where rows have to be computed."""
+    """Computes the embeddings, float32[rows, width], an array that is never written again; called only where rows have
+    to be computed."""
     grid: tuple[int, int] | None
     """Rows and columns of the embeddings, for rotary positions in several dimensions; None elsewhere."""
     num_positions: int
@@ -72,12 +73,13 @@ class EmbeddingStore:
     """Embeddings of the runs used last, within `max_bytes`; any thread may ask.
 
     Each run is computed by one thread, for which others that want the same wait. Runs whose ids do not tell them apart
-    are not kept.
+    are not kept. num_bytes: of those kept. held_bytes: of those that texts hold until their rows are computed, which
+    leave as much less to be kept.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_EMBEDDING_BYTES) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0
+        self.num_bytes = self.held_bytes = 0
         self._kept: OrderedDict[bytes, FloatArray] = OrderedDict()
         self._computing: dict[bytes, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -103,6 +105,17 @@ class EmbeddingStore:
                 with self._lock:
                     self._computing.pop(key, None)
 
+    @property
+    def may_hold_ahead(self) -> bool:
+        """True if a text may hold embeddings before their rows are due: half of the bytes are for that."""
+        return 2 * self.held_bytes < self.max_bytes
+
+    def note_held(self, num_bytes: int) -> None:
+        """Note that a text holds so many bytes more, or less."""
+        with self._lock:
+            self.held_bytes += num_bytes
+            self._evict()
+
     def clear(self) -> None:
         """Drop all of them."""
         with self._lock:
@@ -111,12 +124,14 @@ class EmbeddingStore:
 
     def _keep(self, key: bytes, rows: FloatArray) -> None:
         with self._lock:
-            if key in self._kept or rows.nbytes > self.max_bytes:
-                return
-            self._kept[key] = rows
-            self.num_bytes += rows.nbytes
-            while self.num_bytes > self.max_bytes:
-                self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+            if key not in self._kept:
+                self._kept[key] = rows
+                self.num_bytes += rows.nbytes
+                self._evict()
+
+    def _evict(self) -> None:
+        while self._kept and self.num_bytes + self.held_bytes > self.max_bytes:
+            self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
 def _computed(run: MediaRun) -> FloatArray:
@@ -200,10 +215,7 @@ class PlacedMedia:
         """The runs of a text of which the first `kept` ids stay, and then those from `first` on; neither cuts a run."""
         moved = [(one.start, one.number, one.run) for one in self._places if one.end <= kept]
         moved += [(one.start - first + kept, one.number, one.run) for one in self._places if one.start >= first]
-        media = PlacedMedia(moved, self._store) if moved else None
-        if media is not None:
-            media._held = {number: self._held[number] for _, number, _ in moved if number in self._held}
-        return media
+        return PlacedMedia(moved, self._store) if moved else None
 
     def run_at(self, position: int) -> tuple[int, int] | None:
         """First position and end of the run that a cut before `position` would part; None if it would part none."""
@@ -227,28 +239,29 @@ class PlacedMedia:
 
     def name_at(self, position: int) -> str:
         """The name of the run that a position is in; empty if it is in none."""
-        place = self._before(position + 1)
+        place = self._before(position)
         if place is None or place.end <= position:
             return ""
         return place.run.name or f"picture or sound {place.number}"
 
     def hold(self, length: int, should_stop: Callable[[], bool]) -> None:
-        """Compute embeddings of the runs that end after `length` positions, and hold them until `release`.
+        """Compute embeddings of the runs that end after `length` positions, and hold them until `release`, as many as
+        texts may hold ahead.
 
         should_stop: asked before each. Raises: what `embed` does.
         """
         for place in self._places:
-            if place.end > length and place.number not in self._held:
-                if should_stop():
+            if place.end > length:
+                if should_stop() or not self._store.may_hold_ahead:
                     return
-                self._held[place.number] = self._store.find(place.run)
+                self._embeddings_of(place)
 
     def release(self, length: int) -> None:
         """Let go of the embeddings of what ends within `length` positions."""
-        if self._held:
-            for place in self._places:
-                if place.end <= length:
-                    self._held.pop(place.number, None)
+        for place in self._places if self._held else ():
+            rows = self._held.pop(place.number, None) if place.end <= length else None
+            if rows is not None:
+                self._store.note_held(-rows.nbytes)
 
     def on_rows(self, segment: Segment) -> Segment:
         """A segment of this text with what a batch is told of its rows."""
@@ -302,8 +315,12 @@ class PlacedMedia:
         return self._places[index] if index < len(self._places) else None
 
     def _embeddings_of(self, place: _Place) -> FloatArray:
-        held = self._held.get(place.number)
-        return self._store.find(place.run) if held is None else held
+        """Those of a run, held until its rows are computed, so that the parts of a long one take one encoding."""
+        rows = self._held.get(place.number)
+        if rows is None:
+            rows = self._held[place.number] = self._store.find(place.run)
+            self._store.note_held(rows.nbytes)
+        return rows
 
 
 def _line(start: int, count: int) -> NDArray[np.int64]:

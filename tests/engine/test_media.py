@@ -154,6 +154,40 @@ def test_embeddings_are_kept_within_bytes_and_computed_once_by_threads_that_want
     assert encoder.asked[-2:] == ["short", "short"], "its ids do not tell it from others"
 
 
+def test_a_long_picture_is_encoded_once_for_all_its_chunks_however_little_is_kept() -> None:
+    for num_bytes in (0, 1 << 20):
+        encoder = Encoder()
+        engine = Engine(media_model(max_batch_rows=9), embedding_bytes=num_bytes)
+        pieces: Pieces = [[1], encoder.picture("long", 5, 6), [2], encoder.picture("short", 2, 2), [3]]
+        found = tokens(engine, pieces, GREEDY)
+        assert encoder.asked == ["long", "short"]
+        assert found == cold(pieces, GREEDY)
+        assert engine.embeddings.held_bytes == 0
+        assert engine.embeddings.num_bytes == (30 * WIDTH * 4 if num_bytes else 0)
+
+
+def test_texts_that_wait_hold_half_of_the_bytes_at_most() -> None:
+    encoder = Encoder()
+    size = 9 * WIDTH * 4
+    engine = Engine(media_model(), embedding_bytes=4 * size, limits=EngineLimits(max_running=1))
+    first = engine.generate([1, 2], SEEDED, max_tokens=4)
+    next(first)
+    streams = []
+    for index in range(5):
+        ids, runs = join_pieces([[index], encoder.picture(f"{index}", 3, 3), [1]])
+        streams.append(engine.generate(ids, GREEDY, max_tokens=2, media=runs))
+        request = streams[-1].request
+        assert request.media is not None
+        engine.scheduler._hold_embeddings(request, request.media)
+        assert engine.embeddings.held_bytes <= 2 * size
+        assert engine.embeddings.num_bytes + engine.embeddings.held_bytes <= 4 * size
+    assert encoder.asked == ["0", "1"]
+    list(first)
+    for stream in streams:
+        assert len(list(stream)) == 2
+    assert engine.embeddings.held_bytes == 0 and encoder.asked == ["0", "1", "2", "3", "4"]
+
+
 def test_a_text_beside_seven_others_has_its_own_tokens() -> None:
     rng, encoder = np.random.default_rng(5), Encoder()
     texts = [
@@ -280,6 +314,8 @@ def test_a_miss_names_the_picture() -> None:
     assert added is not None and added.summary == "picture 2 (edited) has changed, at token 1"
     new = miss_of(engine, [[1], one, one, [2]])
     assert new is not None and new.summary == "picture 1 is new there, at token 10"
+    before = miss_of(engine, [[1], one, [9], two, [3, 4]])
+    assert before is not None and before.cause == "different" and before.position == 10
     words = miss_of(engine, [[1], one, [2], two, [3, 5], [6]])
     assert words is not None and words.cause == "different"
     assert "3, 4" in words.describe(None) or "[4" in words.describe(None)
