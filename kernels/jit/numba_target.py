@@ -7,12 +7,13 @@ references. The names that begin with `_` of Numba's classes are those of the re
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import binding as llvm, ir
 from numba import jit
 from numba.core import (
+    bytecode,
     callconv,
     codegen,
     compiler,
@@ -20,6 +21,10 @@ from numba.core import (
     cpu,
     dispatcher,
     externals,
+    inline_closurecall,
+    ir as numba_ir,
+    ir_utils,
+    postproc,
     registry,
     typed_passes,
     types,
@@ -203,7 +208,7 @@ class _Typing(typing.Context):  # type: ignore[misc]
     _is_loaded = False
 
     def __init__(self) -> None:
-        self._operators: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
         super().__init__()
 
     def load_additional_registries(self) -> None:
@@ -218,14 +223,14 @@ class _Typing(typing.Context):  # type: ignore[misc]
             self._is_loaded = True
 
     def resolve_function_type(self, function: Any, arguments: Any, named: Any) -> Any:
-        """The signature of a call; of operators on the same kinds of numbers the same as before."""
-        is_operator = getattr(function, "__module__", "") == "_operator" and not named
-        if not is_operator or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
+        """The signature of a call; of what Numba or an intrinsic makes of the same kinds of numbers the same as before."""
+        is_simple = getattr(function, "__module__", "") == "_operator" or isinstance(function, types.Function)
+        if named or not is_simple or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
             return super().resolve_function_type(function, arguments, named)
         key = (function, tuple(arguments))
-        if key not in self._operators:
-            self._operators[key] = super().resolve_function_type(function, arguments, named)
-        return self._operators[key]
+        if key not in self._known:
+            self._known[key] = super().resolve_function_type(function, arguments, named)
+        return self._known[key]
 
 
 def _is_of_arrays(kind: Any) -> bool:
@@ -248,11 +253,75 @@ class _Descriptor(registry.CPUTarget):  # type: ignore[misc]
         return _Context(self.typing_context, NAME)
 
 
+_READING = (untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_passes.IRProcessing)
+
+
+class _Inliner(inline_closurecall.InlineWorker):  # type: ignore[misc]
+    """Puts composed functions in the place of their calls.
+
+    Numba's own inlines what such a function calls first, copies it twice, and does so again for every call.
+    """
+
+    def run_untyped_passes(self, func: Callable[..., Any], enable_ssa: bool = False) -> Any:
+        """A function's statements as they were written; calls in them are inlined after it."""
+        state = compiler.StateDict()
+        state.func_id = bytecode.FunctionIdentity.from_function(func)
+        state.flags = self.flags
+        untyped_passes.ExtractByteCode().run_pass(state)
+        state.args = len(state.func_id.pysig.parameters) * (types.pyobject,)
+        _run(_READING, state)
+        for block in state.func_ir.blocks.values():
+            # Nobody else has them.
+            block.__deepcopy__ = functools.partial(_itself, block)
+        return state.func_ir
+
+
+def _itself(block: Any, _memo: Any) -> Any:
+    return block
+
+
+@compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
+class _InlineComposed(compiler_machinery.FunctionPass):  # type: ignore[misc]
+    """Inlines calls of composed functions, and those that come with them."""
+
+    _name = "inline_composed"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def run_pass(self, state: Any) -> bool:
+        """Inline all there are in a function."""
+        found = state.func_ir
+        inliner = _Inliner(state.typingctx, state.targetctx, state.locals, state.pipeline, state.flags)
+        waiting, is_changed = list(found.blocks.values()), False
+        while waiting:
+            block = waiting.pop()
+            for index, statement in enumerate(block.body):
+                function = _composed(found, statement)
+                if function is not None:
+                    *_, blocks = inliner.inline_function(found, block, index, function)
+                    waiting += [made for _, made in blocks]
+                    is_changed = True
+                    break
+        if is_changed:
+            postproc.PostProcessor(found).run()
+            found.blocks = ir_utils.simplify_CFG(found.blocks)
+        return is_changed
+
+
+def _composed(found: Any, statement: Any) -> Callable[..., Any] | None:
+    """The function that a statement calls, if it is to be inlined there."""
+    call = statement.value if isinstance(statement, numba_ir.Assign) else None
+    if not isinstance(call, numba_ir.Expr) or call.op != "call":
+        return None
+    called = getattr(ir_utils.guard(found.get_definition, call.func), "value", None)
+    is_inlined = isinstance(called, _Dispatcher) and called.targetoptions.get("inline") == "always"
+    return called.py_func if is_inlined else None
+
+
 _PASSES = (
-    untyped_passes.TranslateByteCode,
-    untyped_passes.FixupArgs,
-    untyped_passes.IRProcessing,
-    untyped_passes.InlineInlinables,
+    *_READING,
+    _InlineComposed,
     untyped_passes.DeadBranchPrune,
     untyped_passes.ReconstructSSA,
     untyped_passes.DeadBranchPrune,
@@ -280,10 +349,14 @@ class _Passes:
 
     def run(self, state: Any) -> None:
         """Take a function from its bytecode to LLVM's IR."""
-        for one in _PASSES:
-            made = compiler_machinery._pass_registry.get(one).pass_inst
-            made.analysis = _NO_ANALYSIS
-            made.run_pass(state)
+        _run(_PASSES, state)
+
+
+def _run(passes: Iterable[Any], state: Any) -> None:
+    for one in passes:
+        made = compiler_machinery._pass_registry.get(one).pass_inst
+        made.analysis = _NO_ANALYSIS
+        made.run_pass(state)
 
 
 class _Compiler(compiler.CompilerBase):  # type: ignore[misc]
