@@ -223,7 +223,7 @@ class _Typing(typing.Context):  # type: ignore[misc]
             self._is_loaded = True
 
     def resolve_function_type(self, function: Any, arguments: Any, named: Any) -> Any:
-        """The signature of a call; of what Numba or an intrinsic makes of the same kinds of numbers the same as before."""
+        """The signature of a call; where only kinds of numbers decide it, that of the same call before."""
         is_simple = getattr(function, "__module__", "") == "_operator" or isinstance(function, types.Function)
         if named or not is_simple or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
             return super().resolve_function_type(function, arguments, named)
@@ -315,8 +315,10 @@ def _composed(found: Any, statement: Any) -> Callable[..., Any] | None:
     if not isinstance(call, numba_ir.Expr) or call.op != "call":
         return None
     called = getattr(ir_utils.guard(found.get_definition, call.func), "value", None)
-    is_inlined = isinstance(called, _Dispatcher) and called.targetoptions.get("inline") == "always"
-    return called.py_func if is_inlined else None
+    if not isinstance(called, _Dispatcher) or called.targetoptions.get("inline") != "always":
+        return None
+    function: Callable[..., Any] = called.py_func
+    return function
 
 
 _PASSES = (
