@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from localinfer.engine.cache.block_pool import default_kv_memory
 from localinfer.engine.cache.sequence import KVEviction
 from localinfer.engine.sampling.params import file_sampling
+from localinfer.errors import ModelFileError
 from localinfer.kernels.kv_layout import DevicePages
 from localinfer.llm import LLM
 from localinfer.loading.memory.limit import KVBudget, window_of
@@ -144,7 +145,14 @@ def _media_of(
         return None
     from localinfer.loading.media import open_media
 
-    return open_media(path, loaded, None if disk is None else disk.weights_memory, progress)
+    try:
+        return open_media(path, loaded, None if disk is None else disk.weights_memory, progress)
+    except ModelFileError as error:
+        if not path.is_dir():
+            raise
+        # Its text runs, as it did before anyone asked for more.
+        logger.warning("%s reads text only: %s", loaded.file.path.name, error)
+        return None
 
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:

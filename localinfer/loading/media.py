@@ -4,20 +4,23 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localinfer.errors import ContextLengthError, MissingPackageError, RequestError
+from localinfer.errors import ContextLengthError, MissingPackageError, ModelFileError, RequestError
 from localinfer.generation.chat.media_parts import MediaKind
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.models.media.companion import find_companion
 from localinfer.models.media.encoder import MediaEncoder, read_mmproj
+from localinfer.models.media.folder_media import FolderMedia, folder_kinds, num_tower_bytes, open_folder_media
 from localinfer.models.media.mmproj import MediaConfig
 from localinfer.models.media.picture_layouts import count_rows, lay_out
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.models.media.spectrograms import lay_out_sound
+from localinfer.quant.checkpoint.folder import open_folder
+from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.storage.fingerprint import WeightsFiles
 from localinfer.system.extras import require
@@ -35,37 +38,63 @@ CAPABILITIES: dict[MediaKind, str] = {"image": "vision", "audio": "audio"}
 
 
 def media_path(mmproj: str | Path, model: Path) -> Path | None:
-    """The mmproj file of a model, as it was named or as it lies beside; None for a model of text.
+    """The mmproj file of a model, as it was named or as it lies beside, or its Hugging Face folder; None for a model of
+    text.
 
     Raises: ModelFileError for a model's file that cannot be read.
     """
-    if mmproj == OFF or (mmproj == AUTO and model.is_dir()):
+    if mmproj == OFF:
         return None
     if mmproj != AUTO:
         return Path(mmproj)
+    if model.is_dir():
+        with suppress(ModelFileError):  # said when they are opened; the text runs
+            return model if media_kinds(model) else None
+        return model
     with read_gguf(model) as file:
         width = file.metadata.get(f"{file.metadata.get('general.architecture')}.embedding_length")
     return find_companion(model, width) if isinstance(width, int) else None
 
 
 def media_kinds(path: Path | None) -> tuple[MediaKind, ...]:
-    """Kinds of media that an mmproj file has encoders for. Raises: ModelFileError."""
+    """Kinds of media that an mmproj file or a folder has encoders for. Raises: ModelFileError."""
     if path is None:
         return ()
+    if path.is_dir():
+        with open_folder(path) as folder:
+            sees, hears = folder_kinds(folder)
+        return _named_kinds(sees, hears)
     with read_gguf(path) as file:
         return _kinds(read_mmproj(file))
 
 
+def num_media_bytes(path: Path) -> int:
+    """Bytes that the weights of encoders take. Raises: ModelFileError."""
+    if not path.is_dir():
+        return path.stat().st_size
+    with suppress(ModelFileError), open_folder(path) as folder:
+        return num_tower_bytes(folder)
+    return 0
+
+
 def open_media(path: Path, model: "Model", memory: Path | None, progress: ProgressCallback | None) -> "LoadedMedia":
-    """Load the encoders of an mmproj file for a loaded model, on its threads.
+    """Load the encoders of an mmproj file, or of the model's folder, for a loaded model, on its threads.
 
     memory: a private folder in which the hash of the file is kept. Raises: ModelFileError; RequestError for a file of
     another model.
     """
     config = model.config
     with ExitStack() as opened:
-        file = opened.enter_context(read_gguf(path))
-        found = read_mmproj(file, has_mrope=any(config.rope.sections[1:]))
+        has_mrope = any(config.rope.sections[1:])
+        parts: FolderMedia | None = None
+        file: ModelFile
+        if path.is_dir():
+            folder = opened.enter_context(open_folder(path))
+            parts = open_folder_media(folder, _token_id_finder(model), has_mrope=has_mrope)
+            file, found = parts.file, parts.config
+        else:
+            file = opened.enter_context(read_gguf(path))
+            found = read_mmproj(file, has_mrope=has_mrope)
         for part in (found.picture, found.sound):
             if part is not None and part.output_size != config.hidden_size:
                 raise RequestError(
@@ -93,6 +122,7 @@ def open_media(path: Path, model: "Model", memory: Path | None, progress: Progre
     return LoadedMedia(
         encoder,
         pool,
+        parts,
         close=close,
         text_size=config.hidden_size,
         context_length=config.context_length,
@@ -102,12 +132,14 @@ def open_media(path: Path, model: "Model", memory: Path | None, progress: Progre
 
 
 class LoadedMedia:
-    """Encoders of a loaded model; implements `MediaModel`. pool: its threads."""
+    """Encoders of a loaded model; implements `MediaModel`. pool: its threads. folder: what prepares the pictures and
+    sounds of a folder; None for an mmproj file, whose kind of encoder says how."""
 
     def __init__(
         self,
         encoder: MediaEncoder,
         pool: ThreadPool,
+        folder: "FolderMedia | None" = None,
         *,
         close: Callable[[], None],
         text_size: int,
@@ -118,6 +150,7 @@ class LoadedMedia:
         self.config = encoder.config
         self.kinds = _kinds(self.config)
         self._encoder = encoder
+        self._folder = folder
         self.pool = pool
         self._close = close
         self._lock = threading.Lock()
@@ -150,14 +183,23 @@ class LoadedMedia:
             opened = open_picture(data)
             self._check_rows(opened.width, opened.height)
             picture = opened.decode()
+            if self._folder is not None:
+                assert self._folder.pictures is not None, "the folder sees"
+                return self._folder.pictures.lay_out(picture.pixels, is_alone=True), picture.notices
             return lay_out(picture.pixels, self.config, has_token=self._has_token), picture.notices
         from localinfer.models.media.sounds import read_sound
 
+        if self._folder is not None:
+            assert self._folder.sounds is not None, "the folder hears"
+            return self._folder.sounds.lay_out(read_sound(data), is_alone=True), ()
         return lay_out_sound(read_sound(data), self.config), ()
 
     def _check_rows(self, width: int, height: int) -> None:
         """Refuse a picture that no prompt can hold, before it is decoded. Raises: ContextLengthError."""
-        num_rows = count_rows(width, height, self.config)
+        if self._folder is not None and self._folder.pictures is not None:
+            num_rows = self._folder.pictures.count_rows(width, height)
+        else:
+            num_rows = count_rows(width, height, self.config)
         if num_rows > self._context_length:
             raise ContextLengthError(
                 f"a picture of {width} x {height} pixels takes {num_rows:,} tokens, and the context holds "
@@ -193,12 +235,21 @@ def missing_packages(kinds: tuple[MediaKind, ...]) -> str | None:
 
 
 def _kinds(config: MediaConfig) -> tuple[MediaKind, ...]:
+    return _named_kinds(config.picture is not None, config.sound is not None)
+
+
+def _named_kinds(sees: bool, hears: bool) -> tuple[MediaKind, ...]:
     found: list[MediaKind] = []
-    if config.picture is not None:
+    if sees:
         found.append("image")
-    if config.sound is not None:
+    if hears:
         found.append("audio")
     return tuple(found)
+
+
+def _token_id_finder(model: "Model") -> Callable[[str], int | None]:
+    tokenizer = model.tokenizer
+    return (lambda text: None) if tokenizer is None else tokenizer.token_id
 
 
 def _token_finder(model: "Model") -> Callable[[str], bool]:

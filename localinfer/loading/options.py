@@ -24,6 +24,7 @@ from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.device_request import GPU_BATCH_ROWS, DeviceRequest, named_gpus
 from localinfer.models.load.loader import reason_without_window
 from localinfer.models.load.threads import checked_priority
+from localinfer.system.files import read_bounded
 from localinfer.system.machine_limits import MemoryLimits
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class ModelOptions(HeaderOptions):
     def _with_media(self, plan: MemoryPlan) -> MemoryPlan:
         if self.media_path is None:
             return plan
-        return replace(plan, media_bytes=self.media_path.stat().st_size)
+        from localinfer.loading.media import num_media_bytes
+
+        return replace(plan, media_bytes=num_media_bytes(self.media_path))
 
     def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:
         if self.separate_draft is None:
@@ -224,6 +227,9 @@ def check_model_options(options: HeaderOptions) -> ModelOptions:
     )
 
 
+_MAX_CONFIG_BYTES = 1 << 24
+
+
 def media_path_of(mmproj: object, model: Path) -> Path | None:
     """The file of a model's encoders by the option `mmproj`, None for none. Raises: RequestError, ModelFileError."""
     is_word = isinstance(mmproj, str)
@@ -231,7 +237,10 @@ def media_path_of(mmproj: object, model: Path) -> Path | None:
         return None
     # Most models have none, and finding one imports more and reads headers.
     is_found = is_word and mmproj == "auto"
-    if is_found and not _has_mmproj(model.parent) and not _has_mmproj(model.parent.parent):
+    if is_found and model.is_dir():
+        if not _has_towers(model):
+            return None
+    elif is_found and not _has_mmproj(model.parent) and not _has_mmproj(model.parent.parent):
         return None
     given = "auto" if is_found else check_path("mmproj", mmproj, ', "auto" or "off"')
     if isinstance(given, Path) and not given.is_file():
@@ -241,6 +250,15 @@ def media_path_of(mmproj: object, model: Path) -> Path | None:
     from localinfer.loading.media import media_path
 
     return media_path(given, model)
+
+
+def _has_towers(folder: Path) -> bool:
+    """Return whether a Hugging Face folder has settings of a part that sees or hears."""
+    try:
+        text = read_bounded(folder / "config.json", _MAX_CONFIG_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return False
+    return '"vision_config"' in text or '"audio_config"' in text
 
 
 def _has_mmproj(folder: Path) -> bool:

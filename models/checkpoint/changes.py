@@ -124,6 +124,16 @@ def pairs_adjacent(num_heads: int, fraction: float = 1.0) -> RowOrder:
     return RowOrder(lambda num_rows: adjacent_pairs(num_rows, num_heads, fraction))
 
 
+def pairs_in_halves(num_heads: int, fraction: float = 1.0) -> RowOrder:
+    """Rows of heads, from adjacent pairs that rotate together to halves."""
+
+    def order(num_rows: int) -> NDArray[np.intp]:
+        # Where a row went on the way to adjacent pairs is where it comes from on the way back.
+        return np.argsort(adjacent_pairs(num_rows, num_heads, fraction))
+
+    return RowOrder(order)
+
+
 def rows_between(first: float, end: float) -> RowOrder:
     """The rows between two fractions of all."""
     return RowOrder(lambda num_rows: np.arange(_whole(num_rows, first), _whole(num_rows, end)))

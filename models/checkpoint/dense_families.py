@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.models.checkpoint.changes import TRANSPOSED, Change, RowOrder, adjacent_pairs, parts_of_groups
+from localinfer.models.checkpoint.changes import (
+    TRANSPOSED,
+    Change,
+    RowOrder,
+    adjacent_pairs,
+    pairs_in_halves,
+    parts_of_groups,
+)
 from localinfer.models.checkpoint.family import (
     ATTENTION,
     EXPERTS,
@@ -245,6 +252,22 @@ _GLM4 = Family(
     defaults=_ROTATES_HALF,
 )
 
+
+def _glm4v_changes(settings: Settings) -> dict[str, Change]:
+    """GGUF's GLM 4 rotates halves where its rotation has sections, the published one adjacent pairs."""
+    rotation = Settings(settings.rotation(), {})
+    if not rotation.entries("mrope_section"):
+        return {}
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // settings.integer("num_attention_heads"))
+    share = rotation.number("partial_rotary_factor", settings.number("partial_rotary_factor"), low=0.0, high=1.0)
+    fraction = int(head_dim * share) / head_dim
+    heads = settings.integer("num_attention_heads")
+    return {
+        "attn_q": pairs_in_halves(heads, fraction),
+        "attn_k": pairs_in_halves(settings.integer("num_key_value_heads", heads), fraction),
+    }
+
+
 _HUNYUAN = Family(
     architecture="hunyuan-dense",
     blocks={**LLAMA, **HUNYUAN_NORMS},
@@ -387,7 +410,8 @@ DENSE: dict[str, Family] = {
     "glm": Family(architecture="chatglm", blocks={**NORMS, **ATTENTION, **_FUSED_GATE}, defaults=_ROTATES_HALF),
     "glm4": _GLM4,
     **dict.fromkeys(
-        ("glm4v_text", "glm_ocr_text"), replace(_GLM4, defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0})
+        ("glm4v_text", "glm_ocr_text"),
+        replace(_GLM4, defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}, changes=_glm4v_changes),
     ),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_vl_text": replace(_HUNYUAN, architecture="hunyuan_vl"),

@@ -223,6 +223,9 @@ WRAPPERS: dict[str, Wrapper] = _wrappers(
 )
 """Wrappers by `model_type`. Source: the classes of transformers 5.24."""
 
+_DEEPSTACK = (8, 16, 24)
+"""Blocks whose outputs are taken where a file does not say."""
+
 _MISNAMED_LAYERS = {"kimi_k25": ("blocks",), "qianfan_ocr": ("encoder.layers",)}
 """Words that transformers 5.24 writes before the numbers of the text model's layers, in place of `layers`."""
 
@@ -297,6 +300,8 @@ class TextConfig:
     """Some part sees, hears or speaks."""
     misnamed_layers: tuple[str, ...]
     """Words that may stand before the number of a layer beside the family's."""
+    num_deepstack_layers: int = 0
+    """First layers that parts of a picture's rows are added behind."""
 
 
 def config_levels(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -338,7 +343,19 @@ def read_text_config(config: Mapping[str, Any], known: Collection[str]) -> TextC
             for key, value in level.items()
         ),
         _MISNAMED_LAYERS.get(str(types[0]), ()),
+        _num_deepstack_layers(levels, types),
     )
+
+
+def _num_deepstack_layers(levels: list[Mapping[str, Any]], types: list[object]) -> int:
+    """Blocks of the tower whose outputs reach the text model beside the last one's."""
+    if not any(isinstance(kind, str) and kind.startswith(("qwen3_vl", "qwen3_omni")) for kind in types):
+        return 0
+    tower = next((found for level in levels if isinstance(found := level.get("vision_config"), dict)), None)
+    if tower is None:
+        return 0
+    blocks = tower.get("deepstack_visual_indexes", _DEEPSTACK)
+    return len(blocks) if isinstance(blocks, list | tuple) else 0
 
 
 def _tied(levels: list[Mapping[str, Any]], wrapper: Wrapper | None) -> bool | None:

@@ -92,6 +92,8 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
         settings.must_be(key, value, value)
     settings.mark_read(family.seen.split())
     keys |= family.metadata(settings)
+    if text.num_deepstack_layers:
+        keys["n_deepstack_layers"] = text.num_deepstack_layers
     keys |= {key: settings.typed(*one) if isinstance(one, tuple) else one for key, one in family.keys.items()}
     is_causal = keys.get("attention.causal") is not False
     ranks = is_causal and is_ranker(settings)
@@ -223,6 +225,12 @@ def _read_rope(
     settings.mark_read(("partial_rotary_factor",))
     rotary_size = head_dim if is_whole else int(head_dim * partial)
     keys: Metadata = {"rope.freq_base": base, "rope.dimension_count": rotary_size}
+    sections = scaling.entries("mrope_section")
+    # Four sections are of models whose pictures are not read, and words turn alike in all of them.
+    if len(sections) == 3:
+        if any(type(size) is not int or not 0 <= size <= rotary_size // 2 for size in sections):
+            raise scaling.wrong("mrope_section", f"numbers of pairs, of which there are {rotary_size // 2}")
+        keys["rope.dimension_sections"] = [*sections, 0]
     if reads_fraction and kind != "proportional" and "rope_theta" in windowed and not is_whole:
         default = fraction if isinstance(fraction, float) else 1.0
         of_windows = windowed.number("partial_rotary_factor", default, **_SHARE)

@@ -115,7 +115,7 @@ class CheckpointModel(Closing):
         other_parts = ", ".join(f"{part}: {count}" for part, count in part_names(plan.other_parts).items())
         first_drafter = next(iter(plan.drafters), "")
         for names, words, which in (
-            (plan.other_parts, "only its text model runs; %d tensors of other parts are left out (%s)", other_parts),
+            (plan.other_parts, "its text model runs without %d tensors of other parts (%s)", other_parts),
             (
                 plan.drafters,
                 "it runs without drafting; %d tensors of layers that predict further tokens are left out (%s)",

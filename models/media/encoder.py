@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from localinfer.errors import ClosedError, CorruptFileError, RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
@@ -101,7 +103,12 @@ class MediaEncoder:
                 f"a {kind} of {list(piece.values.shape)} gives {len(rows)} embeddings, and its layout says "
                 f"{piece.num_rows}: the layout was made for another model"
             )
-        return rows
+        if rows.shape[1] == self.width:
+            return rows
+        # Sounds have no parts for the decoder's first layers.
+        padded = np.zeros((len(rows), self.width), np.float32)
+        padded[:, : rows.shape[1]] = rows
+        return padded
 
     def close(self) -> None:
         """Give up weights and buffers; safe to call twice."""

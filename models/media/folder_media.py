@@ -11,10 +11,22 @@ from localinfer.models.media.folder_processors import (
     read_picture_processor,
     read_sound_processor,
 )
-from localinfer.models.media.folder_settings import read_processor_settings
-from localinfer.models.media.folder_sound_towers import SOUND_TOWERS, made_positions, sound_config, sound_settings
+from localinfer.models.media.folder_settings import JsonFolder, ProcessorSettings, read_processor_settings
+from localinfer.models.media.folder_sound_towers import (
+    SOUND_TOWERS,
+    SoundTowerFamily,
+    made_positions,
+    sound_config,
+    sound_settings,
+)
 from localinfer.models.media.folder_sounds import SoundProcessor
-from localinfer.models.media.folder_towers import TOWER_FAMILIES, Tower, picture_config, vision_settings
+from localinfer.models.media.folder_towers import (
+    TOWER_FAMILIES,
+    Tower,
+    TowerFamily,
+    picture_config,
+    vision_settings,
+)
 from localinfer.models.media.mmproj import MediaConfig
 from localinfer.models.media.tower_file import TowerFile, TowerNames
 from localinfer.quant.checkpoint.folder import CheckpointFolder
@@ -40,6 +52,33 @@ class FolderMedia:
     """Configuration of the encoders."""
 
 
+def folder_kinds(folder: JsonFolder) -> tuple[bool, bool]:
+    """Return whether a folder's family sees here, and whether it hears; nothing but its settings is read.
+
+    Raises: CorruptFileError for damaged settings.
+    """
+    seeing, hearing = _families(read_processor_settings(folder))
+    return seeing is not None, hearing is not None
+
+
+def num_tower_bytes(folder: CheckpointFolder) -> int:
+    """Bytes of the tensors of a folder's towers, as they are stored."""
+    settings = read_processor_settings(folder)
+    seeing, hearing = _families(settings)
+    towers = [] if seeing is None else [seeing.names(settings, vision_settings(settings, seeing))]
+    towers += [] if hearing is None else [hearing.names]
+    return TowerFile(folder, towers).num_bytes if towers else 0
+
+
+def _families(settings: ProcessorSettings) -> tuple[TowerFamily | None, SoundTowerFamily | None]:
+    """The families of a folder's towers."""
+    name = family_name(settings)
+    seeing, hearing = TOWER_FAMILIES.get(name), SOUND_TOWERS.get(name)
+    if seeing is not None and not settings.part("audio_config"):
+        hearing = None  # some of a family's folders only see
+    return seeing, hearing
+
+
 def open_folder_media(
     folder: CheckpointFolder, token_id: TokenId, *, has_mrope: bool = False, takes_whole_prompts: bool = False
 ) -> FolderMedia:
@@ -51,9 +90,7 @@ def open_folder_media(
     """
     settings = read_processor_settings(folder)
     name = family_name(settings)
-    seeing, hearing = TOWER_FAMILIES.get(name), SOUND_TOWERS.get(name)
-    if hearing is not None and seeing is not None and not settings.part("audio_config"):
-        hearing = None  # some of a family's folders only see
+    seeing, hearing = _families(settings)
     if seeing is None and hearing is None:
         raise UnsupportedFormatError(
             f"config.json: model_type is {settings.model_type!r:.60}, whose pictures and sounds this version does not "

@@ -141,8 +141,6 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
 
 
 def _encoders(file: "GGUFFile | CheckpointModel", architecture: str) -> dict[str, Any] | None:
-    if not isinstance(file, GGUFFile):
-        return None
     from localinfer.loading.media import media_kinds
     from localinfer.loading.options import media_path_of
 

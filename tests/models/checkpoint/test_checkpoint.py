@@ -174,7 +174,7 @@ def test_tensor_without_a_place_is_refused_and_a_picture_part_is_left_out(
     pictures = {"vision_tower.patch.weight": np.ones((2, 2), np.float32)}
     inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(16, np.float32)}
     with open_checkpoint(write_folder(tmp_path / "a", {**weights, **pictures, **inverse})):
-        assert "only its text model runs" in caplog.text
+        assert "its text model runs without" in caplog.text
     sinks = {"model.layers.0.self_attn.sinks": np.ones(4, np.float32)}
     with pytest.raises(UnsupportedFormatError, match=r"model\.layers\.0\.self_attn\.sinks"):
         open_checkpoint(write_folder(tmp_path / "b", {**weights, **sinks}))

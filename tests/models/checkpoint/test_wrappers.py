@@ -60,12 +60,12 @@ def test_text_of_a_wrapper_equals_that_of_the_published_implementation(
     folder = write_folder(tmp_path, case_weights(name), CASES[name]["config"])
     with open_checkpoint(folder) as file:
         assert file.unknown_settings == ALARMS.get(name, ())
-    said = [record.getMessage() for record in caplog.records if "only its text model runs" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "of other parts" in record.getMessage()]
     shapes = CASES[name]["shapes"]
     text = prefix_of(shapes)
     others = [other for other in shapes if not other.startswith(text) and "lm_head" not in other]
     assert bool(said) == bool(others)
-    parts = dict(re.findall(r"([\w.]+): (\d+)", said[0].partition("left out")[2])) if said else {}
+    parts = dict(re.findall(r"([\w.]+): (\d+)", said[0].partition("of other parts")[2])) if said else {}
     assert sum(map(int, parts.values())) == len(others), "every part is counted"
     assert all(any(other.startswith(part) for part in parts) for other in others), "and named"
     found = oracle_logits(folder, TOKEN_IDS)[ROWS]

@@ -112,7 +112,7 @@ def test_embeddings_of_sounds_are_the_references(media_folders: MediaFolders, po
                 first += len(found)
                 # Qwen 3 fills the second up to the first there, but not here.
                 if name != "qwen3_omni_moe" or number == 0:
-                    assert _error(found, whole[: len(found)]) < 1e-6
+                    assert _error(found[:, :64], whole[: len(found)]) < 1e-6 and not found[:, 64:].any()
         encoder.close()
 
 

@@ -110,9 +110,9 @@ def measure_need(
         encoders = media_path_of(mmproj, Path(path))
         media: tuple[str, ...] = ()
         if encoders is not None:
-            from localinfer.loading.media import CAPABILITIES, media_kinds
+            from localinfer.loading.media import CAPABILITIES, media_kinds, num_media_bytes
 
-            plan = replace(plan, media_bytes=encoders.stat().st_size)
+            plan = replace(plan, media_bytes=num_media_bytes(encoders))
             media = tuple(CAPABILITIES[kind] for kind in media_kinds(encoders))
         longest = max(plan.config.context_length, context_length or 0)
         layouts = [one.kv_layout(longest) for one in (plan, plan.beside) if one is not None]

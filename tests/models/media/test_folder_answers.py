@@ -1,0 +1,142 @@
+"""Folders of models that see and hear answer as the published implementation: from pixels and sounds to logits."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localinfer
+from localinfer.engine.engine import Engine
+from localinfer.engine.media import MediaRun, join_pieces, media_ids
+from localinfer.errors import MessageError
+from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.models.load.loader import load_model
+from localinfer.models.media.encoder import MediaEncoder
+from localinfer.models.media.folder_media import FolderMedia, open_folder_media
+from localinfer.models.media.folder_processors import expand
+from localinfer.models.media.records import EncoderInput, PreparedMedia
+from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.quant.checkpoint.folder import open_folder
+from tests.models.media.conftest import MediaFolders
+from tests.support.checkpoint_files import safetensors_bytes
+
+NAMES = (
+    "aya_vision cohere2_vision gemma3 gemma4 glm4v glm4v_moe glm_ocr idefics3 internvl kimi_k25 lfm2_vl lighton_ocr"
+    " llama4 llava llava_next llava_onevision minicpmv4_6 ministral3 mistral3 paddleocr_vl pixtral qwen2_5_omni"
+    " qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe qwen3_vl qwen3_vl_moe smolvlm voxtral"
+).split()
+LIMITS = {"cohere2_vision": 1e-3, "lfm2_vl": 1e-3, "llama4": 1e-3}
+"""Their references resize by torchvision, whose bytes differ from Pillow's by a level here and there."""
+
+
+class Asked:
+    """One loaded folder, and the prompts of its reference."""
+
+    def __init__(self, folders: MediaFolders, name: str, media: FolderMedia, encoder: MediaEncoder) -> None:
+        self.folders, self.name, self.media, self.encoder = folders, name, media, encoder
+
+    def run(self, entry: EncoderInput) -> MediaRun:
+        """An input of an encoder as the engine takes it."""
+        rows = self.encoder.encode(entry).copy()
+        ids = media_ids(b"", PreparedMedia.from_pieces([entry]).digest, entry.num_rows)
+        sees_itself = not entry.is_sound and self.media.config.sees_itself(64)
+        return MediaRun(ids, lambda: rows, entry.grid, entry.num_positions, sees_itself)
+
+    def logits(self, engine: Engine, tokenizer: Tokenizer, pieces: tuple[str | EncoderInput, ...]) -> NDArray[Any]:
+        """Logits of all tokens of a prompt."""
+        adds_bos = self.media.pictures is None or self.media.pictures.adds_bos
+        parts: list[Any] = [tokenizer.encode("")] if adds_bos else []
+        for piece in pieces:
+            is_text = isinstance(piece, str)
+            parts.append(tokenizer.encode(piece, False, parse_special=True) if is_text else self.run(piece))
+        return engine.logits(*join_pieces(parts))
+
+
+def _prompts(reference: Mapping[str, NDArray[Any]], asked: Asked) -> dict[str, tuple[str | EncoderInput, ...]]:
+    found = {}
+    media, folders, name = asked.media, asked.folders, asked.name
+    for label, numbers in (("one", (0,)), ("two", (1, 2))):
+        if f"{label}.prompt" in reference and media.pictures is not None:
+            seen = [media.pictures.lay_out(folders.picture(name, number), at) for at, number in enumerate(numbers)]
+            prompt = media.pictures.complete(str(reference[f"{label}.prompt"]))
+            found[label] = expand(prompt, [(media.pictures.token, seen)])
+    if "heard.logits" in reference and media.sounds is not None:
+        heard = media.sounds.lay_out(folders.sound(0))
+        found["heard"] = expand(f"Hear {media.sounds.alone} now", [(media.sounds.token, [heard])])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_prompts_are_the_references(media_folders: MediaFolders, name: str) -> None:
+    reference, path = media_folders.reference(name), media_folders.path(name)
+    pool = ThreadPool(1)
+    model = load_model(path, threads=1, kv_type="f32", takes_media=True, verify=False, batch_rows=192)
+    engine = Engine(model)
+    with open_folder(path) as folder:
+        tokenizer = model.tokenizer
+        assert tokenizer is not None
+        media = open_folder_media(folder, tokenizer.token_id)
+        encoder = MediaEncoder(media.config, media.file, pool)
+        asked = Asked(media_folders, name, media, encoder)
+        prompts = _prompts(reference, asked)
+        assert prompts
+        for label, pieces in prompts.items():
+            rows, wanted = reference[f"{label}.logit_rows"], reference[f"{label}.logits"]
+            logits = asked.logits(engine, tokenizer, pieces)
+            assert len(logits) == reference[f"{label}.input_ids"].shape[1]
+            found = logits[rows][:, ::3].astype(np.float64)
+            # Rows that end lines of Pixtral's pictures are words there.
+            error = np.square(found - wanted).sum() / np.square(wanted.astype(np.float64)).sum()
+            assert error < LIMITS.get(name, 1e-6), (label, error)
+        encoder.close()
+    engine.close()
+    pool.close()
+
+
+def _asked(picture: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]}]
+
+
+def test_a_folder_that_sees_is_loaded_with_its_towers(media_folders: MediaFolders) -> None:
+    path = media_folders.path("qwen3_vl")
+    picture = media_folders.picture("qwen3_vl", 0)
+    with localinfer.load(path, threads=1, disk_cache=False) as llm:
+        assert "vision" in llm.capabilities
+        words = llm.count_chat_tokens([{"role": "user", "content": "What is it?"}])
+        rows = llm.count_chat_tokens(_asked(picture)) - words
+        assert rows == 12 + 2, "embeddings, and the tokens around them"
+        answers = [llm.chat(_asked(one), logprobs=2, max_tokens=2, temperature=0) for one in (picture, picture[::-1])]
+        assert answers[0].logprobs != answers[1].logprobs
+    with localinfer.load(path, threads=1, disk_cache=False, mmproj="off") as blind:
+        assert "vision" not in blind.capabilities
+        with pytest.raises(MessageError, match="reads text only"):
+            blind.chat(_asked(picture))
+
+
+@pytest.mark.parametrize("name", ["paligemma", "ovis2", "granite_speech"])
+def test_a_folder_whose_towers_do_not_run_answers_texts(
+    media_folders: MediaFolders, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with localinfer.load(media_folders.path(name), threads=1, disk_cache=False, context_length=64) as llm:
+        assert not {"vision", "audio"} & set(llm.capabilities)
+        assert llm.complete("The cat", max_tokens=1, temperature=0).token_ids
+    assert name != "paligemma" or "reads text only" in caplog.text
+
+
+def test_a_folder_without_the_tensors_of_its_towers_answers_texts(
+    media_folders: MediaFolders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = media_folders.path("qwen2_vl")
+    folder = tmp_path / "text"
+    shutil.copytree(source, folder)
+    with open_folder(source) as opened:
+        kept = {name: opened.array(name) for name in opened.tensors if not name.startswith("visual.")}
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(kept))
+    with localinfer.load(folder, threads=1, disk_cache=False, context_length=64) as llm:
+        assert "vision" not in llm.capabilities
+        assert llm.complete("The cat", max_tokens=1, temperature=0).token_ids
+    assert "reads text only" in caplog.text
