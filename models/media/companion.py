@@ -5,15 +5,18 @@ files of many models, so a file is taken only if its projector's rows are as wid
 whose it is: by the common part of their names, or because no other model lies there.
 """
 
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from localinfer.errors import ModelFileError
 from localinfer.models.media.encoder import read_mmproj
+from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 
-_PREFERRED = ("f16", "bf16", "q8_0", "f32")
+_PREFERRED = (TensorType.F16, TensorType.BF16, TensorType.F32, TensorType.Q8_0)
 """Types of weights, first those that keep what the encoder says and take no more memory than they need."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 """Name of a snapshot of a repository in the hub's cache."""
@@ -51,8 +54,8 @@ def _in_folder(model: Path, folder: Path, width: int) -> Path | None:
     others = {_stem(path) for path in names if path not in candidates} - {_stem(model)}
     if others:
         candidates = _of_the_name(_stem(model), candidates, others)
-    fitting = [path for path in candidates if _fits(path, width)]
-    return min(fitting, key=_rank, default=None)
+    ranks = [(rank, path.name, path) for path in candidates if (rank := _rank(path, width)) is not None]
+    return min(ranks)[2] if ranks else None
 
 
 def _stem(path: Path) -> str:
@@ -62,13 +65,16 @@ def _stem(path: Path) -> str:
 
 
 def _of_the_name(stem: str, candidates: Sequence[Path], others: set[str]) -> list[Path]:
-    """The files that share their whole name with this model, and with no other one more of it."""
+    """The files of this model's whole name; without any, those whose name begins its name, or the other way round, and
+    is no other model's."""
+    exact = [path for path in candidates if _stem(path) == stem]
+    if exact:
+        return exact
+    names = [(path, _stem(path)) for path in candidates]
     return [
         path
-        for path in candidates
-        if (name := _stem(path))
-        and _agrees(name, stem)
-        and not any(_agrees(name, other) and len(other) >= len(stem) for other in others if other != stem)
+        for path, name in names
+        if name and _agrees(name, stem) and not any(_agrees(name, other) for other in others)
     ]
 
 
@@ -76,16 +82,17 @@ def _agrees(name: str, stem: str) -> bool:
     return stem.startswith(name) or name.startswith(stem)
 
 
-def _fits(path: Path, width: int) -> bool:
+def _rank(path: Path, width: int) -> int | None:
+    """The place of a file's usual type among those preferred; None for one that is damaged or of another width."""
     try:
         with read_gguf(path) as file:
             config = read_mmproj(file)
+            sizes = Counter[TensorType]()
+            for tensor in file.tensors.values():
+                sizes[tensor.type] += math.prod(tensor.shape) if len(tensor.shape) == 2 else 0
     except (ModelFileError, OSError):
-        return False
-    return all(part is None or part.output_size == width for part in (config.picture, config.sound))
-
-
-def _rank(path: Path) -> tuple[int, str]:
-    name = path.stem.lower()
-    places = [index for index, kind in enumerate(_PREFERRED) if re.search(rf"(?<![a-z]){kind}(?![a-z0-9])", name)]
-    return min(places, default=len(_PREFERRED)), path.name
+        return None
+    if any(part is not None and part.output_size != width for part in (config.picture, config.sound)):
+        return None
+    usual = sizes.most_common(1)[0][0]
+    return _PREFERRED.index(usual) if usual in _PREFERRED else len(_PREFERRED)

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import gguf
+import gguf.quants
 import numpy as np
 from PIL import Image
 
@@ -15,8 +16,11 @@ PICTURE_ROWS = (IMAGE_SIZE // PATCH_SIZE) ** 2
 """Rows of every picture, in whatever size it comes."""
 
 
-def write_mmproj(path: Path, text_width: int, seed: int = 1) -> Path:
-    """Write an encoder of two blocks with random weights and LLaVA's projector, whose rows are `text_width` wide."""
+def write_mmproj(path: Path, text_width: int, seed: int = 1, kind: str = "F32") -> Path:
+    """Write an encoder of two blocks with random weights and LLaVA's projector, whose rows are `text_width` wide.
+
+    kind: type of its matrices.
+    """
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", "mlp")
@@ -38,7 +42,12 @@ def write_mmproj(path: Path, text_width: int, seed: int = 1) -> Path:
     for name, shape in _shapes(text_width).items():
         scale = 0.1 if len(shape) == 1 else 1 / np.sqrt(np.prod(shape[1:]))
         center = 1.0 if name.endswith(("ln.weight", "ln1.weight", "ln2.weight")) else 0.0
-        writer.add_tensor(name, (center + scale * rng.standard_normal(shape)).astype(np.float32))
+        values = (center + scale * rng.standard_normal(shape)).astype(np.float32)
+        if len(shape) != 2 or kind == "F32":
+            writer.add_tensor(name, values)
+        else:
+            type = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quants.quantize(values, type), raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -135,7 +135,7 @@ def is_left_aside(path: str) -> bool:
     return "mmproj" in name or "imatrix" in name
 
 
-_ENCODER_QUANTS = ("F16", "BF16", "Q8_0", "F32")
+_ENCODER_QUANTS = ("F16", "BF16", "F32", "Q8_0")
 """Types of encoders' files, the preferred one first: what small weights save is little beside the model."""
 
 
