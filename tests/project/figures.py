@@ -1,7 +1,8 @@
 """Figures of the code's structure: `python -m tests.project.figures`; `test_figures.py` holds the bounds.
 
---request also traces a streamed chat request, and --token a decoded token, which takes a model's load each; --suite
-times the tests from an empty cache of kernels, all of them and those without processes and sockets.
+--request also traces a streamed chat request, and --token a decoded token, which takes a model's load each; --load says
+which functions a load and a completion call, by module; --suite times the tests from an empty cache of kernels, all of
+them and those without processes and sockets, or those of the paths behind it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import tempfile
 import time
 import tokenize
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +49,23 @@ with localinfer.load(threads=1, speculation=None) as llm:
     llm.complete("Once", max_tokens=2)
 print(*sorted(module.__file__ for name, module in sys.modules.items()
               if name.partition(".")[0] == "localinfer" and getattr(module, "__file__", None)), sep="\\n")
+"""
+
+_MOSTLY = 0.6
+"""Share of a module's lines that no function called has, from which on it is mostly not used."""
+_CALLED = """
+import sys, threading
+calls = set()
+def note(frame, event, argument):
+    if event == "call":
+        calls.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+threading.setprofile(note)
+sys.setprofile(note)
+import localinfer
+with localinfer.load(threads=1, speculation=None) as llm:
+    llm.complete("Once", max_tokens=2)
+sys.setprofile(None)
+print(*(f"{path}:{line}" for path, line in calls), sep="\\n")
 """
 
 
@@ -88,6 +107,42 @@ def loaded() -> list[Path]:
     """Files that `load(); complete()` of a Llama GGUF on the CPU imports."""
     done = subprocess.run([sys.executable, "-c", _LOAD], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return [Path(line) for line in done.stdout.splitlines()]
+
+
+def called() -> list[tuple[int, int, str]]:
+    """Of each module that a load and a completion import, lines of functions that are not called, and all lines."""
+    done = subprocess.run([sys.executable, "-c", _CALLED], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    found: dict[str, set[int]] = defaultdict(set)
+    for line in done.stdout.splitlines():
+        path, _, first = line.rpartition(":")
+        found[path].add(int(first))
+    names = {str(path): name for name, path in sources().items()}
+    parts = []
+    for path in loaded():
+        uncalled = [
+            node.end_lineno - first + 1
+            for node in _outermost_uncalled(ast.parse(text_of(path)), found[str(path)])
+            if node.end_lineno is not None
+            for first in [_first_line(node)]
+        ]
+        parts.append((sum(uncalled), num_lines([path]), names[str(path)]))
+    return sorted(parts, reverse=True)
+
+
+def _outermost_uncalled(tree: ast.AST, first_lines: set[int]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions that were not called and lie in none that was not."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not first_lines & {
+            node.lineno,
+            _first_line(node),
+        }:
+            yield node
+        else:
+            yield from _outermost_uncalled(node, first_lines)
+
+
+def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return min([node.lineno, *(one.lineno for one in node.decorator_list)])
 
 
 @cache
@@ -191,7 +246,8 @@ def _suite(*options: str) -> str:
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
         minutes = (time.monotonic() - began) / 60
-    return f"{minutes:.1f} minutes, {done.stdout.strip().splitlines()[-1]}"
+    said = (done.stdout.strip() or done.stderr.strip() or "pytest said nothing").splitlines()[-1]
+    return f"{minutes:.1f} minutes, {said}"
 
 
 def main() -> None:
@@ -199,7 +255,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--request", action="store_true")
     parser.add_argument("--token", action="store_true")
-    parser.add_argument("--suite", action="store_true")
+    parser.add_argument("--load", action="store_true")
+    parser.add_argument("--suite", nargs="*", metavar="PATH", help="all tests, or those of these files and folders")
     parser.add_argument("--names", action="store_true", help="also what is counted")
     options = parser.parse_args()
     core, run, files = spine(), loaded(), list(sources().values())
@@ -225,9 +282,16 @@ def main() -> None:
         print("a decoded token:", _traced("tests.bench.trace_token"))
     if options.request:
         print("a chat request:", _traced("tests.bench.trace_request"))
-    if options.suite:
-        print("tests without processes and sockets:", _suite("-m", "not system"))
-        print("all tests:", _suite())
+    if options.load:
+        print("a load and a completion, lines of functions that are never called, by module:")
+        parts = called()
+        print(*(f"  {unused:5} of {lines:5}  {name}" for unused, lines, name in parts), sep="\n")
+        total, unused = sum(lines for _, lines, _ in parts), sum(unused for unused, _, _ in parts)
+        whole = sum(lines for unused, lines, _ in parts if unused and unused >= _MOSTLY * lines)
+        print(f"of {total:,} lines {unused:,} are of functions that it never calls; {whole:,} are of modules mostly so")
+    if options.suite is not None:
+        print("tests without processes and sockets:", _suite("-m", "not system", *options.suite))
+        print("all tests:", _suite(*options.suite))
 
 
 if __name__ == "__main__":
