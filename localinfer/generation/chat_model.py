@@ -32,8 +32,8 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import RequestError, TemplateError
 from localinfer.generation.chat.constraints import ConstraintCompiler
-from localinfer.generation.chat.media_parts import Segments, check_no_media, cut_segments, flattened
-from localinfer.generation.chat.messages import SYSTEM_ROLES, check_roles, read_messages
+from localinfer.generation.chat.media_parts import Segments, cut_segments, flattened
+from localinfer.generation.chat.messages import SYSTEM_ROLES, check_no_media, check_roles, read_messages
 from localinfer.generation.chat.reply import AssistantPrefill, ReplyRequest, TemplateFormats
 from localinfer.generation.options import Constraint, ReplyOptions, check_options
 from localinfer.generation.stream import StreamEvent, TextStream

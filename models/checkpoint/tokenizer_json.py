@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
 from localinfer.models.checkpoint.families import config_levels
-from localinfer.models.text.encoders import LONGEST_WORD
+from localinfer.models.text.encoders import GPT2_PATTERN, LONGEST_WORD, PRE_TOKENIZERS, TokenizerWarning
 from localinfer.models.text.normalizer import STEPS, keeps_spaces, replacement
-from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, TokenizerWarning
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
 from localinfer.system.pieces import pieces

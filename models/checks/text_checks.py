@@ -12,10 +12,9 @@ import numpy as np
 
 from localinfer.errors import TemplateError
 from localinfer.models.checks import Finding
-from localinfer.models.text.encoders import SPACE_MARK
-from localinfer.models.text.splitting import PRE_TOKENIZERS, build_splitter, find_end_of_generation
+from localinfer.models.text.encoders import PRE_TOKENIZERS, SPACE_MARK, build_splitter
 from localinfer.models.text.tokenizer import Tokenizer
-from localinfer.models.text.vocabulary import TokenType, Vocabulary
+from localinfer.models.text.vocabulary import TokenType, Vocabulary, find_end_of_generation
 from localinfer.quant.checkpoint.model_file import ModelFile
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import RequestError, TemplateError
-from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.template_costs import sharing_render_time
-from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.tokenizer import SpellingFinder, Tokenizer
 
 if TYPE_CHECKING:
     from jinja2 import Template, nodes

@@ -24,8 +24,13 @@ from localinfer.kernels.cpu.kernel_abi import (
     CHARACTER_SYMBOL,
 )
 from localinfer.kernels.cpu.text_merging import MergeTable, WordShape, split_words
-from localinfer.models.text.encoders import BYTE_CHARACTERS
-from localinfer.models.text.splitting import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizerRule, build_splitter
+from localinfer.models.text.encoders import (
+    BYTE_CHARACTERS,
+    GPT2_PATTERN,
+    PRE_TOKENIZERS,
+    PreTokenizerRule,
+    build_splitter,
+)
 from localinfer.system.pieces import pieces
 
 STRETCH = 1 << 16

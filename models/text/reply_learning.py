@@ -36,8 +36,8 @@ from localinfer.models.text.reply_format import (
     ValueNotation,
     first_marker,
 )
-from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.template_costs import sharing_render_time
+from localinfer.models.text.tokenizer import SpellingFinder
 
 NAMES = ("zqxfirst", "zqxsecond")
 VALUES = ("zqxvalue", "zqxother")

@@ -7,11 +7,13 @@ neither holds back more text than needed.
 from __future__ import annotations
 
 import codecs
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import merge
 from itertools import chain
+from typing import NamedTuple
 
 from localinfer.errors import ContextLengthError, RequestError, TokenIdError, TokenizerError
 from localinfer.models.text.encoders import (
@@ -19,10 +21,11 @@ from localinfer.models.text.encoders import (
     LONG_TEXT,
     SubwordEncoder,
 )
-from localinfer.models.text.splitting import FillInTokens, Spelling, SpellingFinder, find_fill_in_tokens
 from localinfer.models.text.vocabulary import (
+    FillInTokens,
     TokenType,
     Vocabulary,
+    find_fill_in_tokens,
     read_vocabulary,
     vocabulary_difference,
     vocabulary_fingerprint,
@@ -547,3 +550,77 @@ class StopMatcher:
         """Return the text held back; call it when no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+# Characters of a spelling that a first search looks for, and how many different ones it tells apart.
+_BEGINNING = 5
+_MOST_BEGINNINGS = 64
+_SEARCHED = 1 << 18
+"""Characters that are searched at a time."""
+_FEW_FIRSTS = 8
+
+
+class Spelling(NamedTuple):
+    """A spelling of a special token: text[start:end]."""
+
+    start: int
+    end: int
+    token_id: int
+
+
+class SpellingFinder:
+    """Finds every occurrence of some texts, overlapping ones too.
+
+    Time grows with the length of the text and the number of different lengths that begin alike, not
+    with the number of texts: a vocabulary may hold thousands of special tokens.
+    """
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        shortest: dict[str, int] = {}
+        for text in ids:
+            shortest[text[0]] = min(len(text), shortest.get(text[0], _BEGINNING))
+        lengths: dict[str, set[int]] = {}
+        for text in ids:
+            lengths.setdefault(text[: shortest[text[0]]], set()).add(len(text))
+        self._lengths = {beginning: sorted(found, reverse=True) for beginning, found in lengths.items()}
+        self._beginning = _beginnings(self._lengths, shortest)
+        self._firsts = "".join(shortest)
+
+    def ignoring_case(self) -> SpellingFinder:
+        """Return the finder for lower-cased text."""
+        return SpellingFinder({text.lower(): token_id for text, token_id in self._ids.items()})
+
+    def find(self, text: str) -> Iterator[Spelling]:
+        """Yield the spellings from left to right, at one position the longest first."""
+        if self._beginning is None:
+            return
+        # In pieces: other threads run Python only between two searches.
+        for first in range(0, len(text), _SEARCHED):
+            end = first + _SEARCHED
+            if len(self._firsts) <= _FEW_FIRSTS and all(text.find(one, first, end) < 0 for one in self._firsts):
+                continue
+            for match in self._beginning.finditer(text, first, end + _BEGINNING):
+                start = match.start()
+                if start >= end:
+                    break
+                for length in self._lengths.get(match[1], ()):
+                    token_id = self._ids.get(text[start : start + length])
+                    if token_id is not None and start + length <= len(text):
+                        yield Spelling(start, start + length, token_id)
+
+
+def _beginnings(texts: Iterable[str], lengths: Mapping[str, int]) -> re.Pattern[str] | None:
+    """Return the pattern of where one of some texts begins; those of one first character are equally long."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(text[1:])
+    if not rests:
+        return None
+    ways = []
+    for first, found in rests.items():
+        # Alternatives are tried one by one, so of many only the length is matched.
+        rest = f".{{{lengths[first] - 1}}}" if len(found) > _MOST_BEGINNINGS else "|".join(map(re.escape, found))
+        ways.append(f"{re.escape(first)}(?:{rest})")
+    firsts = "".join(map(re.escape, rests))
+    return re.compile(f"(?=[{firsts}])(?=({'|'.join(ways)}))", re.DOTALL)

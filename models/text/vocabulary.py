@@ -9,21 +9,45 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from localinfer.errors import TokenizerError
+from localinfer.models.text.encoders import PRE_TOKENIZERS
 from localinfer.models.text.known_vocabularies import KnownVocabulary, known_vocabulary
-from localinfer.models.text.splitting import CONTROL_TEXTS, FILL_IN_ROLES, PRE_TOKENIZERS, find_end_of_generation
 from localinfer.system.pieces import last_places, pieces
 from localinfer.types import UnitsCallback
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+FILL_IN_ROLES = ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")
+"""Names in files; the last three are of older ones."""
+_REPOSITORY = "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>".split()
+_SEPARATOR = "<|file_sep|> <|file_separator|> <file_sep>".split()
+# Converters leave many of these without a role or even a control type, so they go by their spelling,
+# the same list that llama.cpp keeps. Not on it: </s>, an ordinary word of vocabularies with HTML.
+_END_TEXTS = frozenset(
+    (
+        "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>"
+        " <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>"
+        " <｜end▁of▁sentence｜> [e~[ <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|>"
+        " <fim-repo> <REPO> <reponame> <|file_sep|>"
+    ).split()
+)
+FILL_IN_SPELLINGS = (
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>".split(),
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>".split(),
+    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>".split(),
+)
+"""Spellings of the tokens that stand before a text, before what follows it, and before what is to be filled in."""
+_FILL_IN_TEXTS = frozenset().union(*FILL_IN_SPELLINGS)
+CONTROL_TEXTS = _END_TEXTS | _FILL_IN_TEXTS
+_END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 PREFIX = "tokenizer.ggml."
 _WAY_OUT = "Convert the model again with a current converter, or run it with token ids only."
@@ -563,3 +587,54 @@ def _id_text(token_id: int | None) -> str:
 def _splitting_flags(vocabulary: Vocabulary) -> dict[str, bool]:
     """Flags of changes before a text is split; those around a text reach a draft model from its target."""
     return {name: value for name, value in vocabulary.flags.items() if name.startswith("normalizer.")}
+
+
+def find_end_of_generation(
+    ids: Mapping[str, int], roles: Mapping[str, int], is_control: Callable[[int], bool]
+) -> frozenset[int]:
+    """Return the ids that end a generation: those with such a role, and the well-known spellings."""
+    ending = {ids[text] for text in _END_TEXTS if text in ids}
+    if "</s>" in ids and is_control(ids["</s>"]) and "<|tool_response>" not in ids:
+        ending.add(ids["</s>"])
+    # In the Harmony and Solar formats <|end|> closes one message of several, not the turn.
+    has_calls = "<|call|>" in ids or "<|calls|>" in ids
+    if has_calls and ("<|return|>" in ids or "<|flush|>" in ids):
+        ending.discard(ids.get("<|end|>", -1))
+    ending.update(roles[role] for role in _END_ROLES if role in roles)
+    return frozenset(ending)
+
+
+class FillInTokens(NamedTuple):
+    """Tokens by which a model for code fills in the text between two others."""
+
+    prefix: int
+    """Stands before the first text."""
+    suffix: int
+    """Stands before the second text."""
+    middle: int
+    """Stands before the text that is filled in."""
+    repository: int | None = None
+    """Stands before a project's name; None where the vocabulary has none."""
+    separator: int | None = None
+    """Stands before each file's name; None where the vocabulary has none."""
+
+    def around(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The ids of a prompt for what stands between two texts of these. Source: arXiv 2207.14255 (PSM)."""
+        return [self.prefix, *before, self.suffix, *after, self.middle]
+
+
+def find_fill_in_tokens(special_ids: Mapping[str, int], role_ids: Mapping[str, int]) -> FillInTokens | None:
+    """The tokens that a file names for it, or else those that are spelled so; None without all of the first three."""
+    found: list[int] = []
+    for role, old_role, spellings in zip(FILL_IN_ROLES[:3], FILL_IN_ROLES[3:], FILL_IN_SPELLINGS, strict=True):
+        token_id = role_ids.get(role, role_ids.get(old_role, _spelled(spellings, special_ids)))
+        if token_id is None:
+            return None
+        found.append(token_id)
+    repository = role_ids.get("fim_rep", _spelled(_REPOSITORY, special_ids))
+    prefix, suffix, middle = found
+    return FillInTokens(prefix, suffix, middle, repository, role_ids.get("fim_sep", _spelled(_SEPARATOR, special_ids)))
+
+
+def _spelled(spellings: list[str], special_ids: Mapping[str, int]) -> int | None:
+    return next((special_ids[text] for text in spellings if text in special_ids), None)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import TokenIdError
 from localinfer.kernels.program import Batch, Segment
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 
 Logits = NDArray[np.float32]
 PAGE_TOKENS = 4

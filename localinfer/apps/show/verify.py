@@ -268,7 +268,7 @@ def _check_settings(file: "ModelFile", config: "ModelConfig | None", result: Ver
     """
     from localinfer.models.checks.quick import check_settings, check_text_settings
     from localinfer.models.checks.text_checks import check_template
-    from localinfer.models.text.splitting import TokenizerWarning
+    from localinfer.models.text.encoders import TokenizerWarning
 
     found: list[Finding] = []
     with warnings.catch_warnings(record=True) as warned:

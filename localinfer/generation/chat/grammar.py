@@ -26,7 +26,7 @@ from localinfer.models.text.reply_format import (
     ReasoningFormat,
     first_marker,
 )
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 
 ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
 LENGTHS = ("minLength", "maxLength")

@@ -12,7 +12,7 @@ from typing import Any
 from localinfer.errors import ConstraintError
 from localinfer.generation.chat.json_schema import MAX_CHARACTERS, check_depth, enforced_schema
 from localinfer.models.text.reply_format import CALL_ID, CALL_NUMBER, PARAMETER_NAME
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 
 ANY = "/(?s:.*)/"
 ANY_NAME = "/[A-Za-z0-9_.:-]{1,64}/"

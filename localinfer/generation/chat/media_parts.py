@@ -140,20 +140,6 @@ def joined_parts(parts: Sequence[str | MediaSource], role: str) -> str:
     return text
 
 
-def check_no_media(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise MessageError for messages with pictures or sounds, which a model of text cannot read."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, MediaSource):
-                raise MessageError(
-                    f"{part.path} is of type {part.kind!r}, and this model reads text only; load one that reads it, "
-                    "with its encoders' file (mmproj), or leave it out",
-                    part.path,
-                    is_unsupported=True,
-                )
-
-
 def flattened(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaSource]]:
     """Messages whose content is text with markers, and the pictures and sounds that these stand for, in order.
 

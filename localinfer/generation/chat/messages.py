@@ -629,3 +629,17 @@ def _kept_call(call: Mapping[str, Any]) -> ToolCall:
     arguments = call["function"].get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return ToolCall(call.get("id", ""), call["function"]["name"], text)
+
+
+def check_no_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise MessageError for messages with pictures or sounds, which a model of text cannot read."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, MediaSource):
+                raise MessageError(
+                    f"{part.path} is of type {part.kind!r}, and this model reads text only; load one that reads it, "
+                    "with its encoders' file (mmproj), or leave it out",
+                    part.path,
+                    is_unsupported=True,
+                )

@@ -31,7 +31,7 @@ from localinfer.generation.options import Constraint, ReplyOptions
 from localinfer.models.text.chat_template import THINKING_VARIABLES, asked_day
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from localinfer.types import TokenIds
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.engine.admission import EngineLimits
 from localinfer.llm import LLM
-from localinfer.models.text.splitting import FillInTokens
+from localinfer.models.text.vocabulary import FillInTokens
 from localinfer.types import ModelInfo
 from tests.engine.fakes import ByteTokenizer, FakeTemplate, fake_model
 from tests.support.limits import seconds

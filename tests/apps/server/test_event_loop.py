@@ -12,7 +12,7 @@ import localinfer
 from localinfer.apps.server.api.text import TokenizeRequest
 from localinfer.apps.server.transport.http import MAX_VALUES, ApiError, decode_json, json_shape
 from localinfer.apps.server.transport.settings import ServerSettings
-from localinfer.models.text.splitting import FILL_IN_SPELLINGS
+from localinfer.models.text.vocabulary import FILL_IN_SPELLINGS
 
 TEXT = "Once upon a time. " * 40
 CHAT = [{"role": "user", "content": TEXT}]

@@ -11,7 +11,7 @@ from localinfer.apps.server.llama_server.completion import ShownProbabilities
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.models.text.splitting import FillInTokens, find_fill_in_tokens
+from localinfer.models.text.vocabulary import FillInTokens, find_fill_in_tokens
 from tests.proof.peers.suite_models import add_fill_in_tokens
 
 PROMPT = "Once upon a time"

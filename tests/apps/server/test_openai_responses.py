@@ -12,7 +12,7 @@ from local_servers import serving
 from scripted_models import ThinkingTemplate, scripted_model, scripted_sources
 
 from localinfer.apps.server.transport.settings import ServerSettings
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 
 # Other people's packages warn of each other; what they send and read is what is tested.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_leftovers")]

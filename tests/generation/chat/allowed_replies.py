@@ -6,7 +6,7 @@ from localinfer.generation.chat.constraints import ConstraintCompiler
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
 from localinfer.generation.chat.messages import Tool
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 
 

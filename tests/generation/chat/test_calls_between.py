@@ -12,7 +12,7 @@ from localinfer.llm import LLM
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from tests.engine.fakes import FakeTemplate, text_model
 from tests.models.text.tool_templates import HERMES_CALL, HERMES_THINKING, KIMI, THINK, template
 

@@ -10,7 +10,7 @@ from localinfer.errors import MessageError, RequestError
 from localinfer.generation.chat.reply import AssistantPrefill
 from localinfer.llm import LLM
 from localinfer.models.text.reply_format import ReasoningFormat
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 
 ASK = {"role": "user", "content": "Tell me a story about a dog."}
 GREEDY: dict[str, Any] = {"temperature": 0.0}

@@ -14,13 +14,12 @@ from localinfer.engine.media import FEWEST_CACHED_ROWS, media_ids
 from localinfer.errors import MessageError
 from localinfer.generation.chat.media_parts import (
     MediaSource,
-    check_no_media,
     flattened,
     joined_parts,
     read_media_part,
     split_at_markers,
 )
-from localinfer.generation.chat.messages import checked_content, read_messages, read_turns
+from localinfer.generation.chat.messages import check_no_media, checked_content, read_messages, read_turns
 from localinfer.generation.chat_model import ChatHistory
 from localinfer.generation.media import MediaReader
 from localinfer.models.media.records import EncoderInput, PreparedMedia

@@ -25,7 +25,7 @@ from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format, learn_reasoning_format
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 from tests.generation.chat.allowed_replies import allows_reply
 from tests.models.text.newer_templates import ARGUMENTS, HELD_RESULTS, NEWER_FAMILIES

@@ -20,7 +20,7 @@ from localinfer.models.load.loader import load_model
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 from tests.generation.chat.conversations import ASK, called
 from tests.models.text.family_templates import PARAMETER_FAMILIES

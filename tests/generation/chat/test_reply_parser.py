@@ -11,7 +11,7 @@ from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import learn_call_format
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from tests.models.text.family_templates import ARGUMENTS, FAMILIES, PARAMETER_FAMILIES, Family
 
 THINK = ReasoningFormat("<think>", "</think>", "\n</think>\n\n")

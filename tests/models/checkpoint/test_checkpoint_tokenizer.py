@@ -12,7 +12,7 @@ from localinfer.errors import CorruptFileError, TokenizerError
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
 from localinfer.models.text.chat_template import ChatTemplate
-from localinfer.models.text.splitting import PRE_TOKENIZERS
+from localinfer.models.text.encoders import PRE_TOKENIZERS
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.gguf.reader import Metadata, read_gguf

@@ -10,8 +10,7 @@ import pytest
 from localinfer.errors import TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.tokenizer_json import TokenizerJson
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.text.encoders import BYTE_CHARACTERS
-from localinfer.models.text.splitting import TokenizerWarning
+from localinfer.models.text.encoders import BYTE_CHARACTERS, TokenizerWarning
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.models.text.vocabularies import bpe_metadata, keyed, spm_metadata
@@ -116,7 +115,7 @@ def use(document: dict[str, Any], num_rows: int) -> None:
         tokenizer.token_bytes(token_id)
 
 
-@pytest.mark.filterwarnings("ignore::localinfer.models.text.splitting.TokenizerWarning")
+@pytest.mark.filterwarnings("ignore::localinfer.models.text.encoders.TokenizerWarning")
 @pytest.mark.parametrize("make", [tokenizer_document, byte_level_document])
 def test_any_change_is_refused_by_name_or_does_no_harm(make: Any):
     draw = random.Random(1)

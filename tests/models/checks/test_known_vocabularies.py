@@ -10,9 +10,8 @@ import pytest
 from localinfer.models.checks import Finding
 from localinfer.models.checks.quick import check_text_settings
 from localinfer.models.checks.text_checks import check_vocabulary
-from localinfer.models.text.encoders import BYTE_CHARACTERS
+from localinfer.models.text.encoders import BYTE_CHARACTERS, PRE_TOKENIZERS
 from localinfer.models.text.known_vocabularies import KNOWN_VOCABULARIES, KnownVocabulary
-from localinfer.models.text.splitting import PRE_TOKENIZERS
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TokenType
 from localinfer.quant.gguf.reader import read_gguf

@@ -9,10 +9,10 @@ import pytest
 
 import localinfer
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.models.text import long_text, splitting, tokenizer
+from localinfer.models.text import long_text, tokenizer
+from localinfer.models.text.encoders import PRE_TOKENIZERS, build_splitter
 from localinfer.models.text.long_text import LongTextSplitter
-from localinfer.models.text.splitting import PRE_TOKENIZERS, SpellingFinder, build_splitter
-from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.tokenizer import SpellingFinder, Tokenizer
 from localinfer.quant.gguf.reader import read_gguf
 from tests.models.text.vocabularies import (
     REAL,
@@ -174,7 +174,7 @@ def test_spellings_are_found_wherever_pieces_of_a_text_end(monkeypatch: pytest.M
         text = "".join(draw.choice(("<|a|>", "<|ab|>", "[x]", "[", "<", "a", "b", "|")) for _ in range(30))
         whole = list(finder.find(text))
         with monkeypatch.context() as changed:
-            changed.setattr(splitting, "_SEARCHED", draw.randint(1, 9))
+            changed.setattr(tokenizer, "_SEARCHED", draw.randint(1, 9))
             assert list(finder.find(text)) == whole
         assert whole == [
             (start, start + len(one), found)

@@ -6,7 +6,7 @@ from localinfer.errors import TemplateError
 from localinfer.models.text.chat_template import THINKING_VARIABLES, ChatTemplate
 from localinfer.models.text.reply_format import HERMES, CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
-from localinfer.models.text.splitting import SpellingFinder
+from localinfer.models.text.tokenizer import SpellingFinder
 from tests.models.text.family_templates import DEEPSEEK, FAMILIES, HERMES_THINKING, PARAMETER_FAMILIES, PLAIN, Family
 from tests.models.text.newer_templates import CHANNELS, MESSAGES, NUMBERED, OWN_NOTATION
 

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import localinfer.apps.evaluate
 from localinfer.errors import RequestError
-from localinfer.models.text.encoders import merge_by_rank
-from localinfer.models.text.splitting import PRE_TOKENIZERS, TokenizerWarning, build_splitter
+from localinfer.models.text.encoders import PRE_TOKENIZERS, TokenizerWarning, build_splitter, merge_by_rank
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.models.text.vocabularies import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from localinfer.errors import LocalinferError, TokenizerError
-from localinfer.models.text.splitting import TokenizerWarning
+from localinfer.models.text.encoders import TokenizerWarning
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from tests.models.text.vocabularies import (
@@ -156,7 +156,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
 KEYS = ("model", "pre", "tokens", "scores", "token_type", "merges", "eos_token_id", "bos_token_id", "add_bos_token")
 
 
-@pytest.mark.filterwarnings("ignore::localinfer.models.text.splitting.TokenizerWarning")
+@pytest.mark.filterwarnings("ignore::localinfer.models.text.encoders.TokenizerWarning")
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(["spm", "bpe"]), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
 def test_any_metadata_gives_a_tokenizer_or_a_typed_error(kind: str, changes: dict[str, Any]) -> None:

@@ -31,8 +31,7 @@ from localinfer.generation.stream import joined_calls
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.reply_format import CallFormat
 from localinfer.models.text.reply_learning import learn_call_format
-from localinfer.models.text.splitting import SpellingFinder
-from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.tokenizer import SpellingFinder, Tokenizer
 from tests.proof.fuzz.json_mutation import VALUES, change, changed_text, read, simpler, written
 from tests.proof.fuzz.made_grammars import accepts, derived, gbnf, is_sound, lark, random_rules, regular
 from tests.proof.fuzz.target import Limits, Target, refused

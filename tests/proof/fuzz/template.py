@@ -26,9 +26,8 @@ from localinfer.generation.chat_model import ChatHistory
 from localinfer.models.text import template_costs
 from localinfer.models.text.chat_template import ChatTemplate, ChatTemplateWarning
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
-from localinfer.models.text.splitting import SpellingFinder
 from localinfer.models.text.template_costs import MAX_OUTPUT_CHARACTERS
-from localinfer.models.text.tokenizer import Tokenizer
+from localinfer.models.text.tokenizer import SpellingFinder, Tokenizer
 from localinfer.models.text.vocabulary import PREFIX
 from localinfer.storage.chats import EncodedChat
 from tests.proof.fuzz.json_mutation import VALUES, change, changed_text, read, simpler, written

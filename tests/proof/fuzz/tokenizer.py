@@ -17,11 +17,10 @@ import numpy as np
 
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError, TokenizerError
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
-from localinfer.models.text.encoders import BYTE_CHARACTERS, SPACE_MARK
+from localinfer.models.text.encoders import BYTE_CHARACTERS, PRE_TOKENIZERS, SPACE_MARK, TokenizerWarning
 from localinfer.models.text.normalizer import CharacterMap
-from localinfer.models.text.splitting import CONTROL_TEXTS, PRE_TOKENIZERS, TokenizerWarning
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder, Tokenizer
-from localinfer.models.text.vocabulary import TokenType
+from localinfer.models.text.vocabulary import CONTROL_TEXTS, TokenType
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from tests.proof.fuzz.json_mutation import VALUES, any_text, change, changed_text, read, simpler, written
 from tests.proof.fuzz.target import Limits, Target, refused

@@ -34,7 +34,7 @@ from localinfer.apps.server.transport.http import OLLAMA, ApiError, json_respons
 from localinfer.apps.server.transport.known_fields import KnownFields
 from localinfer.errors import DownloadError, LocalinferError, RequestError
 from localinfer.kernels.versions import installed_version
-from localinfer.models.text.splitting import FILL_IN_ROLES
+from localinfer.models.text.vocabulary import FILL_IN_ROLES
 from localinfer.storage.hub.installed import find_model, find_pulled
 from localinfer.storage.hub.places import Places
 from localinfer.storage.hub.variants import Reference, parse_reference, quant_of
