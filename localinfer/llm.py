@@ -162,7 +162,7 @@ class LLM(Closing):
         if self._media is not None:
             from localinfer.generation.media import MediaReader
 
-            reader = MediaReader(self._media, tokenizer)
+            reader = MediaReader(self._media, tokenizer, template)
         return ChatModel(self._engine, tokenizer, template, constraints, reader)
 
     @property

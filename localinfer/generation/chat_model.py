@@ -328,9 +328,7 @@ class ChatHistory:
         answered: Sequence["AnsweredChat"],
         salt: bytes,
     ) -> EncodedChat:
-        segments = self._template.render_segments(
-            messages, self._tokenizer.special_spellings, tools=tools, **(variables or {})
-        )
+        segments = self._render(messages, {**(variables or {}), "tools": tools})
         if begin is not None:
             segments = [*segments, *begin("".join(segment for segment, _ in segments))]
         text = "".join(segment for segment, _ in segments)
@@ -384,6 +382,17 @@ class ChatHistory:
             self._chats.extend(chats)
             while len(self._chats) > 1 and sum(len(chat.prompt.text) for chat in self._chats) > _MOST_CHARACTERS:
                 self._chats.popleft()
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], *, add_generation_prompt: bool = True
+    ) -> Segments:
+        """The rendered template, with markers of pictures and sounds. Raises: TemplateError."""
+        spellings, media = self._tokenizer.special_spellings, self._media
+        asked = messages if media is None else media.as_parts(messages)
+        segments = self._template.render_segments(
+            asked, spellings, add_generation_prompt=add_generation_prompt, **values
+        )
+        return segments if media is None else media.with_markers(segments, messages)
 
     def _encode(self, segments: Segments, max_tokens: int | None = None) -> list[int]:
         tokenizer = self._tokenizer
@@ -499,9 +508,7 @@ class ChatHistory:
         if not messages:
             return 0
         try:
-            segments = self._template.render_segments(
-                messages, self._tokenizer.special_spellings, add_generation_prompt=add_generation_prompt, **values
-            )
+            segments = self._render(messages, values, add_generation_prompt=add_generation_prompt)
         except TemplateError:
             return 0
         return len(commonprefix((text, "".join(part for part, _ in segments))))

@@ -8,23 +8,24 @@ again, and its encoder runs only if its rows are not in the prefix cache.
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.media import MediaRun, media_ids
-from localinfer.errors import ContextLengthError, MessageError, RequestError
+from localinfer.errors import ContextLengthError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.media_parts import (
     MediaKind,
     MediaSource,
     Segments,
     cut_segments,
     is_marker,
+    kind_of,
     split_at_markers,
 )
 from localinfer.models.media.records import EncoderInput, PreparedMedia
@@ -32,6 +33,7 @@ from localinfer.types import FloatArray
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.program import ThreadPool
+    from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
@@ -50,6 +52,12 @@ class MediaModel(Protocol):
     """Threads of its own, so that the model may take steps meanwhile."""
 
     @property
+    def tokens(self) -> Mapping[MediaKind, str]:
+        """By kind the text that stands for media where a chat template writes what is around them; none for files whose
+        layouts bring all of it."""
+        ...
+
+    @property
     def capabilities(self) -> tuple[str, ...]:
         """Tasks of the model that come with the encoders."""
         ...
@@ -59,10 +67,10 @@ class MediaModel(Protocol):
         """Identity of the encoders' weights and settings: embeddings of another one are others."""
         ...
 
-    def prepare(self, kind: MediaKind, data: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
+    def prepare(self, kind: MediaKind, data: bytes, *, is_alone: bool = True) -> tuple[PreparedMedia, tuple[str, ...]]:
         """Decode and lay out the bytes of a file; also what was left out, in words.
 
-        Raises: RequestError for what cannot be read.
+        is_alone: no template writes the texts around it. Raises: RequestError for what cannot be read.
         """
 
     def encode(self, piece: EncoderInput) -> FloatArray:
@@ -91,9 +99,8 @@ class _Stretch:
 class _Layout:
     """A picture or sound in a prompt."""
 
-    ids: tuple[int, ...]
-    """All of them, those of the text around included."""
-    stretches: tuple[_Stretch, ...]
+    pieces: "tuple[str | _Stretch, ...]"
+    """Texts of special tokens and rows, in order."""
     notices: tuple[str, ...]
     """What was left out of it, in words."""
 
@@ -136,9 +143,11 @@ def named_runs(runs: Sequence[MediaRun], media: Sequence[ReadMedia]) -> tuple[Me
 class MediaReader:
     """Reads the pictures and sounds of one loaded model's conversations. Threads may share it."""
 
-    def __init__(self, model: MediaModel, tokenizer: "Tokenizer") -> None:
+    def __init__(self, model: MediaModel, tokenizer: "Tokenizer", template: "ChatTemplate | None" = None) -> None:
+        """Read for a model; template: of its chats, which may write what stands around pictures by itself."""
         self._model = model
         self._tokenizer = tokenizer
+        self._tokens = dict(model.tokens) if template is not None and _writes_tokens(template, model.tokens) else {}
         self._lock = threading.Lock()
         self._layouts: OrderedDict[str, _Layout] = OrderedDict()
         self._prepared: OrderedDict[str, tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
@@ -169,20 +178,71 @@ class MediaReader:
 
         Options: as of `Tokenizer.encode_segments`.
         """
-        ids: list[int] = []
+        # Runtimes of GGUF files tokenize each text alone; processors of folders those between two runs as one.
+        joins_texts = bool(self._model.tokens)
+        texts: list[list[tuple[str, bool]]] = [[]]
+        runs: list[NDArray[np.int32]] = []
         position = 0
         for piece in split_at_markers("".join(text for text, _ in segments)):
             end = position + len(piece)
-            if is_marker(piece):
-                ids += self._held[piece].layout.ids
-            else:
-                ids += self._tokenizer.encode_segments(
-                    cut_segments(segments, position, end),
-                    continues_run=continues_run and not position,
-                    max_tokens=max_tokens,
-                )
+            if not is_marker(piece):
+                texts[-1] += cut_segments(segments, position, end)
+            for part in self._held[piece].layout.pieces if is_marker(piece) else ():
+                if not isinstance(part, str) or not joins_texts:
+                    texts.append([])
+                    runs.append(part.ids if not isinstance(part, str) else self._special_ids(part))
+                else:
+                    texts[-1].append((part, True))
             position = end
+        ids: list[int] = []
+        for index, text in enumerate(texts):
+            if text:
+                ids += self._tokenizer.encode_segments(
+                    text, continues_run=continues_run and not index, max_tokens=max_tokens
+                )
+            ids += runs[index].tolist() if index < len(runs) else []
         return ids
+
+    def _special_ids(self, text: str) -> NDArray[np.int32]:
+        return np.array(self._tokenizer.encode(text, add_special=False, parse_special=True), np.int32)
+
+    def as_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages as the chat template reads them: with lists of parts, if it writes what is around pictures."""
+        return [_with_parts(message) for message in messages] if self._tokens else messages
+
+    def with_markers(self, segments: Segments, messages: Sequence[Mapping[str, Any]]) -> Segments:
+        """Rendered segments with a marker in place of each token that the template wrote for a picture or sound.
+
+        messages: those that were rendered, before `as_parts`. Raises: TemplateError if it wrote fewer or more.
+        """
+        markers = [
+            piece
+            for message in messages
+            if isinstance(content := message.get("content"), str)
+            for piece in split_at_markers(content)
+            if is_marker(piece)
+        ]
+        if not self._tokens or not markers:
+            return segments
+        left = {kind: [marker for marker in markers if kind_of(marker) == kind] for kind in self._tokens}
+        kinds = {token: kind for kind, token in self._tokens.items()}
+        pattern = re.compile("|".join(map(re.escape, sorted(kinds, key=len, reverse=True))))
+
+        def marker_of(match: re.Match[str]) -> str:
+            waiting = left[kinds[match[0]]]
+            if not waiting:
+                raise TemplateError(
+                    f"the chat template wrote {match[0]!r:.40} more often than there are pictures for it"
+                )
+            return waiting.pop(0)
+
+        replaced = [(pattern.sub(marker_of, text) if is_open else text, is_open) for text, is_open in segments]
+        if any(left.values()):
+            raise TemplateError(
+                f"the chat template left {sum(map(len, left.values()))} of {len(markers)} pictures or sounds out; send "
+                "them in messages of the role user"
+            )
+        return replaced
 
     def runs(self, text: str) -> tuple[MediaRun, ...]:
         """The runs of all pictures and sounds of a text with markers, in order."""
@@ -209,13 +269,10 @@ class MediaReader:
             layout = self._lay_out(source)
         runs = tuple(
             MediaRun(
-                stretch.ids,
-                partial(self._embed, source, stretch.index),
-                stretch.grid,
-                stretch.num_positions,
-                stretch.sees_itself,
+                piece.ids, partial(self._embed, source, piece.index), piece.grid, piece.num_positions, piece.sees_itself
             )
-            for stretch in layout.stretches
+            for piece in layout.pieces
+            if not isinstance(piece, str)
         )
         with self._lock:
             self._layouts[marker] = layout
@@ -224,17 +281,15 @@ class MediaReader:
             return self._held.setdefault(marker, _Held(layout, runs))
 
     def _lay_out(self, source: MediaSource) -> _Layout:
-        ids: list[int] = []
-        stretches = []
         prepared, notices = self._prepare(source)
+        pieces: list[str | _Stretch] = []
         for index, piece in enumerate(prepared.pieces):
             if isinstance(piece, str):
-                ids += self._tokenizer.encode(piece, add_special=False, parse_special=True)
+                pieces.append(piece)
                 continue
             rows = media_ids(self._model.identity, PreparedMedia.from_pieces([piece]).digest, piece.num_rows)
-            ids += rows.tolist()
-            stretches.append(_Stretch(rows, index, piece.grid, piece.num_positions, self._model.sees_itself(piece)))
-        return _Layout(tuple(ids), tuple(stretches), notices)
+            pieces.append(_Stretch(rows, index, piece.grid, piece.num_positions, self._model.sees_itself(piece)))
+        return _Layout(tuple(pieces), notices)
 
     def _embed(self, source: MediaSource, index: int) -> FloatArray:
         """The embeddings of one piece of what a source is prepared to."""
@@ -249,7 +304,7 @@ class MediaReader:
                 self._prepared.move_to_end(source.marker)
                 return known
         try:
-            made = self._model.prepare(source.kind, source.data)
+            made = self._model.prepare(source.kind, source.data, is_alone=not self._tokens)
         except ContextLengthError:
             raise
         except RequestError as error:
@@ -259,6 +314,27 @@ class MediaReader:
             while len(self._prepared) > 1 and sum(map(_num_bytes, self._prepared.values())) > _MOST_PREPARED_BYTES:
                 self._prepared.popitem(last=False)
         return made
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    pieces = split_at_markers(content) if isinstance(content, str) else []
+    if not any(map(is_marker, pieces)):
+        return message
+    parts = [{"type": kind_of(one)} if is_marker(one) else {"type": "text", "text": one} for one in pieces]
+    return {**message, "content": parts}
+
+
+def _writes_tokens(template: "ChatTemplate", tokens: Mapping[MediaKind, str]) -> bool:
+    """True if a template writes the token of each kind once for a part of it."""
+    for kind, token in tokens.items():
+        message = {"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}
+        try:
+            if not token or template.render([message]).count(token) != 1:
+                return False
+        except TemplateError:
+            return False
+    return bool(tokens)
 
 
 def _num_bytes(prepared: tuple[PreparedMedia, tuple[str, ...]]) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import ContextLengthError, MissingPackageError, ModelFileError, RequestError
 from localinfer.generation.chat.media_parts import MediaKind
@@ -151,6 +151,10 @@ class LoadedMedia:
         self.kinds = _kinds(self.config)
         self._encoder = encoder
         self._folder = folder
+        self.tokens: dict[MediaKind, str] = {}
+        if folder is not None:
+            processors: dict[MediaKind, Any] = {"image": folder.pictures, "audio": folder.sounds}
+            self.tokens = {kind: one.token for kind, one in processors.items() if one is not None}
         self.pool = pool
         self._close = close
         self._lock = threading.Lock()
@@ -172,10 +176,11 @@ class LoadedMedia:
         """Tasks of the model that come with the encoders."""
         return tuple(CAPABILITIES[kind] for kind in self.kinds)
 
-    def prepare(self, kind: MediaKind, data: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
+    def prepare(self, kind: MediaKind, data: bytes, *, is_alone: bool = True) -> tuple[PreparedMedia, tuple[str, ...]]:
         """Decode and lay out the bytes of a file; also what was left out, in words.
 
-        Raises: RequestError for what cannot be read, MissingPackageError.
+        is_alone: no template writes the texts around it. Raises: RequestError for what cannot be read;
+        MissingPackageError.
         """
         if kind == "image":
             from localinfer.models.media.pictures import open_picture
@@ -185,13 +190,13 @@ class LoadedMedia:
             picture = opened.decode()
             if self._folder is not None:
                 assert self._folder.pictures is not None, "the folder sees"
-                return self._folder.pictures.lay_out(picture.pixels, is_alone=True), picture.notices
+                return self._folder.pictures.lay_out(picture.pixels, is_alone=is_alone), picture.notices
             return lay_out(picture.pixels, self.config, has_token=self._has_token), picture.notices
         from localinfer.models.media.sounds import read_sound
 
         if self._folder is not None:
             assert self._folder.sounds is not None, "the folder hears"
-            return self._folder.sounds.lay_out(read_sound(data), is_alone=True), ()
+            return self._folder.sounds.lay_out(read_sound(data), is_alone=is_alone), ()
         return lay_out_sound(read_sound(data), self.config), ()
 
     def _check_rows(self, width: int, height: int) -> None:

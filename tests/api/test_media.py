@@ -68,7 +68,7 @@ def test_the_encoder_runs_once_for_a_picture_in_any_chat(llm: LLM, monkeypatch: 
 
     def counted(name: str) -> None:
         real = getattr(media, name)
-        monkeypatch.setattr(media, name, lambda *given: (calls.append(name), real(*given))[1])
+        monkeypatch.setattr(media, name, lambda *given, **more: (calls.append(name), real(*given, **more))[1])
 
     counted("prepare")
     counted("encode")

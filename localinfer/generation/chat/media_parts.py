@@ -107,6 +107,11 @@ def split_at_markers(text: str) -> list[str]:
     return [piece for piece in (*pieces, text[position:]) if piece]
 
 
+def kind_of(marker: str) -> MediaKind:
+    """The kind of what a marker stands for."""
+    return "image" if marker.startswith("<__image_") else "audio"
+
+
 def is_marker(text: str) -> bool:
     """True for the marker of a picture or sound, and nothing else."""
     return _MARKER.fullmatch(text) is not None

@@ -3,7 +3,9 @@
 import base64
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -132,12 +134,13 @@ class FakeModel:
 
     kinds = ("image",)
     identity = b"fake"
+    tokens: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.prepared: list[bytes] = []
         self.encoded = 0
 
-    def prepare(self, kind: str, data: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
+    def prepare(self, kind: str, data: bytes, *, is_alone: bool = True) -> tuple[PreparedMedia, tuple[str, ...]]:
         self.prepared.append(data)
         tile = EncoderInput(
             False, np.frombuffer(data, np.uint8).reshape(1, -1, 1), len(data), (1, len(data)), len(data)

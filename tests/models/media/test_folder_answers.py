@@ -1,24 +1,34 @@
 """Folders of models that see and hear answer as the published implementation: from pixels and sounds to logits."""
 
+import io
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.engine import Engine
 from localinfer.engine.media import MediaRun, join_pieces, media_ids
 from localinfer.errors import MessageError
+from localinfer.generation.chat.media_parts import flattened
+from localinfer.generation.chat.messages import read_messages
+from localinfer.generation.chat_model import ChatHistory
+from localinfer.generation.media import MediaReader
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.loading.media import LoadedMedia
+from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import load_model
 from localinfer.models.media.encoder import MediaEncoder
 from localinfer.models.media.folder_media import FolderMedia, open_folder_media
 from localinfer.models.media.folder_processors import expand
 from localinfer.models.media.records import EncoderInput, PreparedMedia
+from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.folder import open_folder
 from tests.models.media.conftest import MediaFolders
@@ -95,6 +105,65 @@ def test_logits_of_prompts_are_the_references(media_folders: MediaFolders, name:
         encoder.close()
     engine.close()
     pool.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chats_are_those_of_the_template_and_the_processor(media_folders: MediaFolders, name: str) -> None:
+    """Also where the template writes line ends or texts around a picture, which join the words beside it."""
+    reference, path = media_folders.reference(name), media_folders.path(name)
+    if "chat.text" not in reference:
+        pytest.skip("its processor has no chat template")
+    with open_checkpoint(path) as file, open_folder(path) as folder:
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+        template = ChatTemplate.from_metadata(file.metadata, tokenizer)
+        media = open_folder_media(folder, tokenizer.token_id)
+        encoder: Any = SimpleNamespace(config=media.config)
+        pool: Any = None
+        model = LoadedMedia(
+            encoder,
+            pool,
+            media,
+            close=lambda: None,
+            text_size=64,
+            context_length=1 << 20,
+            identity=lambda: b"",
+            has_token=lambda text: False,
+        )
+        reader = MediaReader(model, tokenizer, template)
+        text = str(reference["chat.text"])
+        shown: list[tuple[str, list[PreparedMedia]]] = []
+        parts: list[Any] = []
+        if media.pictures is not None and media.pictures.token in text:
+            shown.append((media.pictures.token, [media.pictures.lay_out(media_folders.picture(name, 0))]))
+            parts.append({"type": "image", "image": media_folders.picture(name, 0)})
+        if media.sounds is not None and media.sounds.token in text:
+            sound = io.BytesIO()
+            soundfile.write(sound, media_folders.sound(0), 16000, format="WAV", subtype="FLOAT")
+            shown.append((media.sounds.token, [media.sounds.lay_out(media_folders.sound(0))]))
+            parts.append({"type": "audio", "audio": sound.getvalue()})
+        asked = [*parts, {"type": "text", "text": "What is in it?"}]
+        messages, sources = flattened(
+            read_messages(
+                [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": "A cat."},
+                    {"role": "user", "content": "Sure?"},
+                ]
+            )
+        )
+        held = reader.read(sources)
+        assert len(held) == len(parts)
+        chat = ChatHistory(template, tokenizer, media=reader).encode(messages)
+        expected: list[int] = []
+        for piece in expand(text, shown):
+            if isinstance(piece, str):
+                expected += tokenizer.encode(piece, False, parse_special=True)
+            else:
+                digest = PreparedMedia.from_pieces([piece]).digest
+                expected += media_ids(b"", digest, piece.num_rows).tolist()
+        begins = [tokenizer.bos_token_id] if tokenizer.adds_bos and expected[0] != tokenizer.bos_token_id else []
+        assert chat.token_ids.tolist() == [*begins, *expected]
+        assert len(chat.media) == sum(not isinstance(piece, str) for _, one in shown for piece in one[0].pieces)
 
 
 def _asked(picture: Any) -> list[dict[str, Any]]:
