@@ -1,6 +1,7 @@
 """Chat messages to the text a model was trained on, by the Jinja template its file carries."""
 
 import json
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,6 +137,18 @@ _FALLBACK_STOPS = ("<|im_end|>", "<|im_start|>")
 _MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
 
+_PART_TYPES = re.compile(r"""\[\s*['"]type['"]\s*\]|\.type\b|selectattr\(\s*['"]type['"]""")
+"""Looks at the types of parts, of which no template asks that takes strings alone."""
+_PROBE = "qzx7"
+"""Word that no template writes itself."""
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose words are a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
 class ChatTemplateWarning(UserWarning):
     """The file's chat template is missing or unusable, and a general one takes its place."""
 
@@ -167,6 +180,7 @@ class ChatTemplate:
         self._sandbox: TemplateSandbox | None = None
         self._compiled: dict[str | None, tuple[Template, bool]] = {}
         self._names: dict[str | None, TemplateNames] = {}
+        self._parts_only: dict[str, bool] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> "ChatTemplate":
@@ -288,6 +302,8 @@ class ChatTemplate:
 
     def _render(self, values: Mapping[str, Any], mark: str = "") -> str:
         with sharing_render_time():
+            if self._shows_parts_only(values["tools"]):
+                values = {**values, "messages": [_with_parts(message) for message in values["messages"]]}
             try:
                 return self._render_once(values, mark)
             except TemplateError as error:
@@ -297,6 +313,25 @@ class ChatTemplate:
                 with suppress(TemplateError):
                     return self._render_once({**values, "tools": []}, mark)
                 raise
+
+    def _shows_parts_only(self, tools: object) -> bool:
+        """Return whether the template shows words only where a message's content is a list of parts.
+
+        Templates of models that see go through parts, and some (LLaVA's, SmolVLM's) lose a content that is a string.
+        """
+        source = self.tool_source if tools and self.tool_source is not None else self.source
+        if source is None or not _PART_TYPES.search(source):
+            return False
+        if source not in self._parts_only:
+            shown = []
+            for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+                values = {"messages": [{"role": "user", "content": content}], "tools": tools}
+                try:
+                    shown.append(_PROBE in self._render_once({**values, "add_generation_prompt": True}, ""))
+                except TemplateError:
+                    shown.append(False)
+            self._parts_only[source] = shown == [False, True]
+        return self._parts_only[source]
 
     def _render_once(self, values: Mapping[str, Any], mark: str) -> str:
         with self._lock:

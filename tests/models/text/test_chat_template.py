@@ -382,3 +382,31 @@ def test_messages_nested_without_end_are_refused() -> None:
 
 def test_a_template_key_of_another_type_counts_as_missing() -> None:
     assert ChatTemplate.from_metadata({"tokenizer.chat_template": 3}).source is None
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role | capitalize }}{% if m.content[0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for line in m.content %}{% if line['type'] == 'text' %}{{ line['text'] }}{% elif line['type'] == 'image' %}"
+    "<image>{% endif %}{% endfor %}<end>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""Templates of the first models that see, whose contents are lists of parts."""
+SELECTED = (
+    "{% for m in messages %}{{ m.role | upper }}: "
+    "{% for c in m.content | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
+    "{% for c in m.content | selectattr('type', 'equalto', 'text') %}{{ c.text }} {% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'text' %}<{{ c.text }}>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [(PARTS_ONLY, "User: Hi you<end>\nAssistant:"), (SELECTED, "USER: Hi you "), (EITHER, "Hi you")],
+)
+def test_words_are_parts_for_templates_that_show_no_others(source: str, text: str) -> None:
+    template = ChatTemplate(source)
+    assert template.render([{"role": "user", "content": "Hi you"}]) == text
+    parts = [{"type": "text", "text": "Hi you"}]
+    assert template.render([{"role": "user", "content": parts}]).strip("<>") == text.strip("<>")
