@@ -102,7 +102,7 @@ class _Layout:
     pieces: "tuple[str | _Stretch, ...]"
     """Texts of special tokens and rows, in order."""
     notices: tuple[str, ...]
-    """What was left out of it, in words."""
+    """Parts of it that were left out, in words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class ReadMedia:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What was left out of it, in words."""
+        """Parts of it that were left out, in words."""
         return tuple(f"{self.words}: {notice}" for notice in self.held.layout.notices)
 
 

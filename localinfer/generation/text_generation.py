@@ -65,7 +65,7 @@ class EncodedPrompt:
     media: Sequence[MediaRun] = ()
     """Its pictures and sounds in order, whose ids are among its ids (`engine.media.join_pieces`)."""
     notices: tuple[str, ...] = ()
-    """What was left out of it, in words."""
+    """Parts of it that were left out, in words."""
 
 
 class TextGeneration(Iterator[StreamEvent]):
