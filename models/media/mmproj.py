@@ -15,6 +15,7 @@ ARCHITECTURE = "clip"
 """`general.architecture` of an mmproj file."""
 
 _MAX_SIZE = 1 << 16
+_MAX_HEAD = 1024
 _MAX_PIXELS = 1 << 31
 _MAX_ENTRIES = 1 << 10
 _WAY_OUT = "convert the model's mmproj file again, or download another copy"
@@ -76,6 +77,8 @@ SOUND_PROJECTORS = {
 }
 """The same of sounds; their merge factor is of rows that follow each other."""
 
+# They project patches, or samples, as they are.
+_WITHOUT_BLOCKS = ("gemma4uv", "gemma4ua")
 # Their limits of area have no values of their own.
 _LIMITED_BY_FILE = ("phi4", "paddleocr", "dots_ocr", "glm5v")
 # A file of both names one kind for both.
@@ -267,8 +270,8 @@ def _sizes(
     return EncoderSizes(
         projector=name,
         hidden_size=hidden_size,
-        intermediate_size=reader.integer("feed_forward_length", low=0, high=1 << 20),
-        num_layers=reader.integer("block_count", low=0, high=1024),
+        intermediate_size=reader.integer("feed_forward_length", low=1, high=1 << 20),
+        num_layers=reader.integer("block_count", low=0 if name in _WITHOUT_BLOCKS else 1, high=1024),
         num_heads=num_heads,
         norm_epsilon=reader.number("attention.layer_norm_epsilon", low=0.0, high=1.0),
         merge=merge,
@@ -290,9 +293,14 @@ def _read_picture(metadata: Mapping[str, object], shapes: Mapping[str, tuple[int
     reader = MetadataReader(metadata, f"{ARCHITECTURE}.vision")
     sizes = _sizes(reader, name, PICTURE_PROJECTORS[name], shapes)
     num_heads = sizes.num_heads
-    head_size = reader.integer("attention.head_dim", sizes.hidden_size // num_heads, low=0, high=_MAX_SIZE)
+    head_size = reader.integer("attention.head_dim", max(sizes.hidden_size // num_heads, 1), low=1, high=_MAX_HEAD)
     if "attention.head_dim" not in reader and sizes.hidden_size % num_heads:
         raise reader.contradiction("attention.head_count", num_heads, f"a divisor of {sizes.hidden_size}")
+    num_kv_heads = reader.integer("attention.head_count_kv", num_heads, low=1, high=num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.contradiction("attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads}")
+    if name == "minicpmv4_6" and sizes.merge not in (2, 4):
+        raise reader.contradiction("projector.scale_factor", sizes.merge, "2 or 4")
     version, num_queries = _minicpmv(metadata)
     means, stds = (_channels(reader, key) for key in ("image_mean", "image_std"))
     if min(stds) <= 0.0:
@@ -306,7 +314,7 @@ def _read_picture(metadata: Mapping[str, object], shapes: Mapping[str, tuple[int
         mean=means,
         std=stds,
         activation=_activation(metadata),
-        num_kv_heads=reader.integer("attention.head_count_kv", num_heads, low=1, high=num_heads),
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         feature_layers=_feature_layers(reader, sizes.num_layers),
         window_pattern=reader.integer(
@@ -363,4 +371,6 @@ def _read_sound(metadata: Mapping[str, object], shapes: Mapping[str, tuple[int, 
     sizes = _sizes(reader, name, SOUND_PROJECTORS[name], shapes)
     if sizes.num_layers and sizes.hidden_size % sizes.num_heads:
         raise reader.contradiction("attention.head_count", sizes.num_heads, f"a divisor of {sizes.hidden_size}")
+    if sizes.hidden_size > _MAX_HEAD * sizes.num_heads:
+        raise reader.contradiction("attention.head_count", sizes.num_heads, f"heads of {_MAX_HEAD} columns at most")
     return SoundConfig(**vars(sizes), num_mel_bins=reader.integer("num_mel_bins", low=1, high=_MAX_SIZE))

@@ -56,6 +56,11 @@ class VisionEncoder:
         self._patch_weight, self._patch_bias = self._read_patches()
         self._shape = self._block_shape()
         self._pages = KeyPages(self._shape.keys)
+        if self._has_windows and config.window_size < config.patch_size * config.merge:
+            raise UnsupportedFormatError(
+                f"windows of {config.window_size} pixels hold no block of {config.merge} patches of "
+                f"{config.patch_size}: choose another model"
+            )
         self._features: list[str] = []
         self._merger = WindowMerger(config, self._shape, weights, pool, self._pages) if self._merges_windows else None
         self._resampler = Resampler(config, weights, pool) if config.projector == "resampler" else None
@@ -253,15 +258,16 @@ class VisionEncoder:
 
     @property
     def _has_windows(self) -> bool:
-        config = self._config
-        return self._family.has_windows and (config.window_pattern > 0 or config.full_layers is not None)
+        return any(map(self._sees_window, range(self._num_blocks)))
 
     def _sees_window(self, layer: int) -> bool:
         """True if rows of a block see a window of the picture."""
         config = self._config
+        if not self._family.has_windows or (config.full_layers is None and not config.window_pattern):
+            return False
         if config.full_layers is not None:
-            return self._has_windows and layer not in config.full_layers
-        return self._has_windows and (layer + 1) % config.window_pattern != 0
+            return layer not in config.full_layers
+        return (layer + 1) % config.window_pattern != 0
 
     @property
     def _has_positions(self) -> bool:
@@ -283,7 +289,8 @@ class VisionEncoder:
         if kind is Table.AXES:
             return self._weights.values(name, 2, shape[1] if len(shape) == 3 else 0, width)
         if kind is not Table.BUCKETS and not isinstance(kind, Resize):
-            return self._weights.values(name, shape[0], width)
+            side = self._config.image_size // self._config.patch_size
+            return self._weights.values(name, side * side + self._weights.has("v.class_embd"), width)
         side = round(shape[0] ** 0.5)
         sides = shape[:2] if len(shape) == 3 else (side, side)
         if len(shape) == 2 and side * side != shape[0]:

@@ -141,6 +141,10 @@ def test_an_unknown_projector_is_refused_by_name() -> None:
         ({"clip__vision__feature_layer": np.array([4], np.int32)}, "feature_layer is 4"),
         ({"clip__vision__image_grid_pinpoints": np.array([4], np.int32)}, "image_grid_pinpoints is an array of 1"),
         ({"clip__vision__patch_size": 1 << 40}, "patch_size"),
+        ({"clip__vision__block_count": 0}, "block_count is 0"),
+        ({"clip__vision__feed_forward_length": 0}, "feed_forward_length is 0"),
+        ({"clip__vision__attention.head_count_kv": 2}, "head_count_kv is 2; wanted a divisor of 3"),
+        ({"clip__vision__attention.head_dim": 2048}, "head_dim is 2048"),
     ],
 )
 def test_a_wrong_key_is_named(changes: dict[str, object], message: str) -> None:

@@ -1,5 +1,7 @@
 """Encoders of pictures: every family against float64 formulas, bits on any number of threads, and broken files."""
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.errors import ClosedError, CorruptFileError, LocalinferError, RequestError, UnsupportedFormatError
+from localinfer.errors import (
+    ClosedError,
+    CorruptFileError,
+    LocalinferError,
+    ModelFileError,
+    RequestError,
+    UnsupportedFormatError,
+)
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.media.encoder import MediaEncoder, read_mmproj
 from localinfer.models.media.picture_layouts import lay_out
@@ -169,6 +178,7 @@ def test_a_closed_encoder_and_wrong_pictures_are_refused(tmp_path: Path, pools: 
             r"'v\.blk\.1\.ffn_up\.bias' is \[95\]; wanted \[96\]",
         ),
         ("gemma3", {"v.patch_embd.weight": [48, 3, 14, 15]}, CorruptFileError, r"wanted \[48, 3, 14, 14\]"),
+        ("gemma3", {"v.position_embd.weight": [255, 48]}, CorruptFileError, r"wanted \[256, 48\]"),
         ("gemma3", {"v.position_embd.weight": [256, 47]}, CorruptFileError, r"wanted \[256, 48\]"),
         ("gemma3", {"mm.soft_emb_norm.weight": None}, CorruptFileError, r"no tensor 'mm\.soft_emb_norm\.weight'"),
         ("gemma3", {"v.blk.1.attn_gate.weight": [48]}, UnsupportedFormatError, r"v\.blk\.1\.attn_gate\.weight"),
@@ -189,6 +199,32 @@ def test_a_wrong_tensor_is_named(
     with pytest.raises(error, match=message) as raised:
         opened(name, mmproj(name, tmp_path, change), pools[0])
     assert "\n" not in str(raised.value)
+
+
+NUMBERS = (0, 1, 2, 3, 7, 1 << 16, (1 << 32) - 1, -1)
+"""Values that a file may claim."""
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5vl", "qwen3vl", "minicpmv", "minicpmv4.6", "gemma4-both", "lfm2a"])
+def test_any_number_in_a_file_is_obeyed_or_refused(
+    name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]
+) -> None:
+    with read_gguf(mmproj(name, tmp_path)) as file:
+        given = file.metadata
+        keys = [key for key in given if type(given[key]) is int]
+        for key, number in itertools.product(keys, NUMBERS):
+            file.metadata = given.with_values({key: number})
+            # Numbers that were set are an argument's fault.
+            with contextlib.suppress(ModelFileError, RequestError):
+                encoder = MediaEncoder(read_mmproj(file), file, pools[0])
+                assert encoder.kernels and encoder.width > 0
+                if encoder.config.picture is not None and max(NUMBERS) not in (
+                    encoder.config.picture.image_size,
+                    number,
+                ):
+                    side = encoder.config.picture.patch_size * encoder.config.picture.merge
+                    pixels = np.zeros((side, side, 3), np.uint8)
+                    encoder.encode(EncoderInput(False, pixels, 1, None, 1))
 
 
 def test_a_file_of_another_architecture_is_refused(shared: Path, tmp_path: Path) -> None:
