@@ -325,6 +325,9 @@ class PlacedMedia:
 
 def _line(start: int, count: int) -> NDArray[np.int64]:
     """Positions of words, the same on each axis."""
+    if count == 1:
+        # Of every token that is decoded behind a picture.
+        return np.full((1, NUM_AXES), start, np.int64)
     return np.repeat(np.arange(start, start + count)[:, None], NUM_AXES, axis=1)
 
 
