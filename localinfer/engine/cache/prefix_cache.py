@@ -201,10 +201,12 @@ class PrefixCache:
         too short for its ids to tell it from others.
         """
         match = self.tree.match(self._reusable(token_ids, media), salt)
-        if media is not None and (whole := media.reusable(match.length)) < match.length:
+        if media is None:
+            return match
+        if (whole := media.reusable(match.length)) < match.length:
             match = self.tree.match(token_ids[:whole], salt)
-        while media is not None and (whole := media.reusable(match.usable)) < match.usable:
-            match = self.tree.match(token_ids[:whole], salt)
+        while (whole := media.reusable(match.usable)) < match.usable:
+            match = self.tree.within(match, whole)
         return match
 
     def find(self, token_ids: TokenIds, salt: bytes, media: PlacedMedia | None = None) -> int:

@@ -328,6 +328,11 @@ class PrefixTree:
         usable = self._usable_length(has_part, length, snapshots)
         return Match(length, np.concatenate(pages), node, offset, has_part, usable, snapshots)
 
+    def within(self, match: Match, length: int) -> Match:
+        """The same match, of which a sequence is to continue from within `length` positions."""
+        windowed = match.windowed[: self._pool.num_pages_for(length)]
+        return match._replace(usable=self._usable_length(windowed, length, match.snapshots))
+
     def touch(self, node: PrefixNode, position: int = 0, offset: int | None = None) -> None:
         """Mark a node and all before it as used just now, and the snapshot at a position, if there is one.
 
