@@ -111,7 +111,8 @@ def write_attention(
                 buffer, part_angles, shape.head_size, shape.pairing, index * shape.head_size // len(angles)
             )
     builder.store_kv(0, keys, values)
-    out = writer.buffer("attended", widths[0])
+    # What was normalised has been read by then.
+    out = writer.buffer("normed", widths[0])
     builder.attention(out, queries, 0, shape.attention, takes_ranges=is_windowed)
     return out
 

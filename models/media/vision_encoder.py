@@ -363,7 +363,7 @@ class VisionEncoder:
 
     def _after(self, writer: RowWriter, rows: Buffer) -> Buffer:
         """Rows after the last norm; those inside may be features."""
-        shape, out = self._shape, "last rows"
+        shape, out = self._shape, "normed"
         write = writer.rms_norm if shape.has_rms_norms else writer.layer_norm
         return write(rows, "v.post_ln", out, shape.norm_epsilon)
 
