@@ -48,9 +48,12 @@ def media_path(mmproj: str | Path, model: Path) -> Path | None:
     if mmproj != AUTO:
         return Path(mmproj)
     if model.is_dir():
-        with suppress(ModelFileError):  # said when they are opened; the text runs
+        try:
             return model if media_kinds(model) else None
-        return model
+        except ModelFileError as error:
+            # Its text runs, as it did before anyone asked for more.
+            logger.warning("%s reads text only: %s", model.name, error)
+            return None
     with read_gguf(model) as file:
         width = file.metadata.get(f"{file.metadata.get('general.architecture')}.embedding_length")
     return find_companion(model, width) if isinstance(width, int) else None

@@ -258,7 +258,7 @@ def _has_towers(folder: Path) -> bool:
         text = read_bounded(folder / "config.json", _MAX_CONFIG_BYTES).decode("utf-8", "replace")
     except OSError:
         return False
-    return '"vision_config"' in text or '"audio_config"' in text
+    return any(f'"{part}_config"' in text for part in ("vision", "audio", "speech", "encoder"))
 
 
 def _has_mmproj(folder: Path) -> bool:

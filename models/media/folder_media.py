@@ -55,9 +55,9 @@ class FolderMedia:
 def folder_kinds(folder: JsonFolder) -> tuple[bool, bool]:
     """Return whether a folder's family sees here, and whether it hears; nothing but its settings is read.
 
-    Raises: CorruptFileError for damaged settings.
+    Raises: UnsupportedFormatError, on one line, for a family that does neither; CorruptFileError for damaged settings.
     """
-    seeing, hearing = _families(read_processor_settings(folder))
+    seeing, hearing = _checked_families(read_processor_settings(folder), takes_whole_prompts=False)
     return seeing is not None, hearing is not None
 
 
@@ -79,6 +79,24 @@ def _families(settings: ProcessorSettings) -> tuple[TowerFamily | None, SoundTow
     return seeing, hearing
 
 
+def _checked_families(
+    settings: ProcessorSettings, *, takes_whole_prompts: bool
+) -> tuple[TowerFamily | None, SoundTowerFamily | None]:
+    """The same, one of which is there."""
+    found = _families(settings)
+    if found == (None, None):
+        raise UnsupportedFormatError(
+            f"config.json: model_type is {settings.model_type!r:.60}, whose pictures and sounds this version does not "
+            "read from folders; its text runs. Use a GGUF file and its mmproj file, or a model of another family."
+        )
+    if settings.model_type in _WHOLE_PROMPTS and not takes_whole_prompts:
+        raise UnsupportedFormatError(
+            f"config.json: model_type is {settings.model_type!r:.60}, in whose prompts words see those behind "
+            "them, which this version does not compute with pictures; its text runs. Choose a model of another family."
+        )
+    return found
+
+
 def open_folder_media(
     folder: CheckpointFolder, token_id: TokenId, *, has_mrope: bool = False, takes_whole_prompts: bool = False
 ) -> FolderMedia:
@@ -89,18 +107,7 @@ def open_folder_media(
     here; CorruptFileError naming a setting or tensor.
     """
     settings = read_processor_settings(folder)
-    name = family_name(settings)
-    seeing, hearing = _families(settings)
-    if seeing is None and hearing is None:
-        raise UnsupportedFormatError(
-            f"config.json: model_type is {settings.model_type!r:.60}, whose pictures and sounds this version does not "
-            "read from folders; its text runs. Use a GGUF file and its mmproj file, or a model of another family."
-        )
-    if name in _WHOLE_PROMPTS and not takes_whole_prompts:
-        raise UnsupportedFormatError(
-            f"config.json: model_type is {settings.model_type!r:.60}, in whose prompts words see those behind "
-            "them, which this version does not compute with pictures; its text runs. Choose a model of another family."
-        )
+    seeing, hearing = _checked_families(settings, takes_whole_prompts=takes_whole_prompts)
     towers: list[TowerNames] = []
     extra: dict[str, tuple[str, Change | None]] = {}
     made: dict[str, FloatArray] = {}
@@ -120,7 +127,7 @@ def open_folder_media(
         sounds = read_sound_processor(folder)
         sound = sound_config(hearing, settings, file)
     bidirectional = None
-    if name == "gemma4":
+    if settings.model_type == "gemma4":
         bidirectional = settings.part("text_config").get("use_bidirectional_attention") == "vision"
     return FolderMedia(pictures, sounds, file, MediaConfig(picture, sound, has_mrope, bidirectional))
 

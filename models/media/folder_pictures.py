@@ -17,7 +17,7 @@ from localinfer.models.media.folder_settings import MAX_AREA, PartSettings, Proc
 from localinfer.models.media.folder_sizes import Size
 from localinfer.models.media.tile_packing import fewer
 
-_NEAREST, _LANCZOS, _BILINEAR, _BICUBIC = 0, 1, 2, 3
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _CLIP = {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, "resample": _BICUBIC}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": _BICUBIC}
@@ -395,10 +395,8 @@ def _lfm2_size(width: int, height: int, unit: int, least: int, most: int) -> Siz
 
 def _llava(settings: ProcessorSettings) -> Plan:
     side, cut = _cropped_square(settings)
-    processor = settings.processor.over({"num_additional_image_tokens": 0})
-    patch = _tower_patch(settings)
-    selects = _selection(settings)
-    num_rows = (side // patch) ** 2 + processor.integer("num_additional_image_tokens", low=0) - (selects == "default")
+    _check_selection(settings)
+    num_rows = (side // _tower_patch(settings)) ** 2
 
     def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:
         return (cut(width, height, num_rows),)
@@ -434,10 +432,8 @@ def _llava_next(settings: ProcessorSettings) -> Plan:
     base = picture.square("size")
     patch = _tower_patch(settings)
     side = tile // patch
-    extra = 0
     if settings.model_type == "llava_next":
-        processor = settings.processor.over({"num_additional_image_tokens": 0})
-        extra = processor.integer("num_additional_image_tokens", low=0) - (_selection(settings) == "default")
+        _check_selection(settings)
     pinpoints = _pinpoints(picture)
     most = most_tiles(settings)
 
@@ -449,7 +445,7 @@ def _llava_next(settings: ProcessorSettings) -> Plan:
         shrunk = fewer(kept, side, most)
         whole = ((base, base),) if base == tile else ((base, base), (tile, tile))
         packed = Cut((resized,), (shrunk[0] + 1) * shrunk[1], canvas=Canvas(canvas, offset), kept=kept)
-        return Cut(whole, side * side + extra), packed
+        return Cut(whole, side * side), packed
 
     return plan
 
@@ -483,13 +479,12 @@ def _tower_patch(settings: ProcessorSettings) -> int:
     return settings.part("vision_config").over({"patch_size": 14}).integer("patch_size")
 
 
-def _selection(settings: ProcessorSettings) -> str:
-    word = settings.processor.text("vision_feature_select_strategy") or settings.config.text(
-        "vision_feature_select_strategy", "default"
-    )
-    if word not in ("default", "full"):
-        raise settings.config.wrong("vision_feature_select_strategy", "'default' or 'full'")
-    return word
+def _check_selection(settings: ProcessorSettings) -> None:
+    """Refuse towers whose class row is one of a picture's embeddings."""
+    word = settings.config.text("vision_feature_select_strategy", "default")
+    has_class = "clip" in settings.part("vision_config").text("model_type", "clip_vision_model")
+    if word != "default" and (has_class or word != "full"):
+        raise settings.config.unsupported("vision_feature_select_strategy", "'default', and 'full' without a class row")
 
 
 def _square(settings: ProcessorSettings) -> Plan:

@@ -302,11 +302,12 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
     if (encoders := description.encoders) is not None:
         reads = " and ".join(encoders["reads"]) or f"nothing: {encoders['problem']}"
         is_itself = encoders["file"] == os.path.basename(description.path)
-        rows["reads"] = (
-            f"{reads}, for a model that it is given to as --mmproj"
-            if is_itself
-            else (f"text, {reads} by {_short(encoders['file'], None)}")
-        )
+        if not is_itself:
+            rows["reads"] = f"text, {reads} by {_short(encoders['file'], None)}"
+        elif os.path.isdir(description.path):
+            rows["reads"] = f"text, {reads}"
+        else:
+            rows["reads"] = f"{reads}, for a model that it is given to as --mmproj"
     if description.sampling:
         rows["sampling"] = ", ".join(f"{name} {value:g}" for name, value in description.sampling.items())
     if description.unknown_settings:

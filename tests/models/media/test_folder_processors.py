@@ -303,7 +303,7 @@ def test_clip_sizes_are_numbers_in_older_files() -> None:
     config = {"model_type": "llava", "vision_config": {"patch_size": 14}}
     processor = read_picture_processor(Folder(config, preprocessor_config=settings))
     (entry,) = _inputs(processor.lay_out(np.zeros((60, 90, 3), np.uint8)))
-    assert entry.values.shape == (56, 56, 3) and entry.num_rows == 15  # its class counts no row beside the patches
+    assert entry.values.shape == (56, 56, 3) and entry.num_rows == 16
 
 
 def test_a_factor_of_its_own_is_in_mean_and_deviation() -> None:
@@ -329,6 +329,7 @@ def test_a_factor_of_its_own_is_in_mean_and_deviation() -> None:
         ("qwen2_vl", {"patch_size": 0}, "patch_size"),
         ("qwen2_vl", {"min_pixels": "many"}, "min_pixels"),
         ("llava_next", {"image_grid_pinpoints": [[336, 672], [1]]}, "pairs"),
+        ("llava", {"do_center_crop": False}, "do_center_crop"),
         ("minicpmv4_6", {"downsample_mode": "8x"}, "4x"),
         ("mamba2", {}, "its text runs"),
     ],
