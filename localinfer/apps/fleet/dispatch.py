@@ -174,8 +174,10 @@ class Dispatcher:
 
     def _set_count(self, replicas: int) -> None:
         self._num_places = replicas * self.placement.places
+        # Until one is known, as much may wait as for one.
+        count = max(1, replicas)
         self._settings = replace(
-            self._own, num_slots=self._num_places, max_generations=max(1, replicas) * self._own.max_generations
+            self._own, num_slots=count * self.placement.places, max_generations=count * self._own.max_generations
         )
 
     def _give_places(self) -> None:
