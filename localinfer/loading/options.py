@@ -15,7 +15,6 @@ from localinfer.errors import (
     RequestError,
     UnsupportedFormatError,
 )
-from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.kv_layout import PAGE_TOKENS, KVLayout
 from localinfer.loading.load_options import SPECULATION, HeaderOptions, LoadOptions, checked_values
 from localinfer.loading.memory.limit import KVBudget, keep_within, planned_window
@@ -23,6 +22,7 @@ from localinfer.loading.memory.plan import MemoryPlan, choose_context, plan_file
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.device_request import GPU_BATCH_ROWS, DeviceRequest, named_gpus
 from localinfer.models.load.loader import reason_without_window
+from localinfer.models.load.programs import batch_rows_of
 from localinfer.models.load.threads import checked_priority
 from localinfer.system.files import read_bounded
 from localinfer.system.machine_limits import MemoryLimits
@@ -102,7 +102,7 @@ class ModelOptions(HeaderOptions):
             assistant=self.assistant,
             changes=self.changes,
         )
-        return self._beside_draft(self._with_window(self._with_media(plan), file, config, MAX_BATCH_ROWS))
+        return self._beside_draft(self._with_window(self._with_media(plan), file, config, batch_rows_of(config)))
 
     def plan_on_gpus(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
         """About what it takes if GPUs compute it, where there are no draft layers; raises: as `plan`."""

@@ -133,9 +133,11 @@ class Architecture:
     output_norm: str | None = "output_norm"
     """After the last layer."""
     causal: bool = True
+    """Positions see no later ones."""
     picture_sight: SelfSight = SelfSight.NONE
     """Rows of pictures that see the later ones of theirs."""
-    """Positions see no later ones."""
+    picture_rows: int = 0
+    """Rows of the family's largest picture, which one batch has to hold then; 0 where usual batches hold it."""
     has_token_types: bool = False
     """A vector of its token type is added to every embedding; encoders may do without one."""
     projects_embedding: bool = False

@@ -344,6 +344,7 @@ def gemma_with_shared_keys(config: ModelConfig, blocks: Blocks, period: int) -> 
         divides_windowed_rope=False,
         logit_softcap=30.0 if blocks is Blocks.GEMMA3N else 0.0,
         picture_sight=SelfSight.WINDOWED if blocks is Blocks.GEMMA4 else SelfSight.NONE,
+        picture_rows=1120 if blocks is Blocks.GEMMA4 else 0,
     )
 
 

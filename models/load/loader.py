@@ -40,6 +40,7 @@ from localinfer.models.load.model_changes import ModelChanges, apply_changes, no
 from localinfer.models.load.programs import (
     GpuModel,
     Parts,
+    batch_rows_of,
     compile_text_kernels,
     has_draft_layers,
     prepare_text_programs,
@@ -243,8 +244,9 @@ class BuildOptions:
     """None for the physical cores, of which as many decode as is fastest."""
     beside: Model | None = None
     """A model whose threads to share; only one of both runs at a time, and closing either ends both."""
-    batch_rows: int = MAX_BATCH_ROWS
-    """Most rows of a batch on the CPU; those of a picture that see each other have to fit in one."""
+    batch_rows: int | None = None
+    """Most rows of a batch on the CPU; those of a picture that see each other have to fit in one. None for
+    `batch_rows_of`."""
     priority: Priority = "normal"
     """Of the threads."""
     measure_again: bool = False
@@ -267,7 +269,7 @@ def load_model(
     draft_layers: bool = False,
     assistant: str | os.PathLike[str] | None = None,
     takes_media: bool = False,
-    batch_rows: int = MAX_BATCH_ROWS,
+    batch_rows: int | None = None,
     changes: ModelChanges | None = None,
     priority: Priority = "normal",
     measure_again: bool = False,
@@ -463,10 +465,9 @@ def build_on_cpu(opened: OpenModel, options: BuildOptions) -> Model:
     with _made_threads(options) as pool:
         parts = _parts(opened, options, config, pool)
         weights = CpuWeights(file, pool, progress)
-        held = parts.summed_tokens(options.batch_rows, kv_layout.page_tokens)
-        program = write_on_cpu(
-            parts, weights, kv_layout, held, shows_states=drafter is not None, batch_rows=options.batch_rows
-        )
+        rows = batch_rows_of(config) if options.batch_rows is None else options.batch_rows
+        held = parts.summed_tokens(rows, kv_layout.page_tokens)
+        program = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None, batch_rows=rows)
         compile_text_kernels(config, file, weights, pool, kv_layout, progress)
         if drafter is None:
             drafts = write_draft_programs(config, weights, program, pool, kv_layout, progress)

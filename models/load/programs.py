@@ -13,6 +13,7 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.ops import KVLayerShape, OpGraph, WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
+from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
@@ -43,6 +44,11 @@ class Parts:
         """Positions of a sequence at most whose attention a program of so many rows sums by page; 0 for none."""
         # A batch may begin and end inside a page.
         return 0 if self.window_tokens is None else self.window_tokens + batch_rows + 2 * page_tokens
+
+
+def batch_rows_of(config: ModelConfig) -> int:
+    """Rows of a batch on the CPU: the usual number, or what the largest picture takes of a model that takes some."""
+    return max(MAX_BATCH_ROWS, find_architecture(config).picture_rows if config.takes_media else 0)
 
 
 GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]], OpGraph]

@@ -18,6 +18,7 @@ from localinfer.loading.memory.plan import KV_SHARE, MemoryPlan, check_fits, cho
 from localinfer.loading.memory.report import describe_memory, memory_lines
 from localinfer.models import demo
 from localinfer.models.load.loader import Model, load_model, open_model_file, read_config
+from localinfer.models.load.programs import batch_rows_of
 from localinfer.models.load.weights import CpuWeights
 from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
@@ -261,3 +262,16 @@ def test_embeddings_of_pictures_count_for_models_that_take_some() -> None:
     file.close()
     assert pictures.growth_bytes(1024) - words.growth_bytes(1024) == DEFAULT_EMBEDDING_BYTES
     assert pictures.fixed_bytes == words.fixed_bytes
+
+
+def test_a_batch_holds_the_largest_picture_whose_rows_see_each_other(tmp_path: Path) -> None:
+    path = build_model(tmp_path, "gemma4-dense").path
+    file = open_model_file(path)
+    config = read_config(file)
+    words, pictures = (plan_memory(file, replace(config, takes_media=takes)) for takes in (False, True))
+    file.close()
+    assert batch_rows_of(words.config) == MAX_BATCH_ROWS < batch_rows_of(pictures.config) == 1120
+    assert pictures.scratch_bytes > words.scratch_bytes
+    model = load_model(path, threads=1, takes_media=True)
+    assert model.program.max_batch_rows == 1120
+    model.close()

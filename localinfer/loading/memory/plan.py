@@ -15,7 +15,6 @@ from localinfer.engine.cache.block_pool import context_bytes
 from localinfer.engine.media import DEFAULT_EMBEDDING_BYTES
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SPLIT_ROWS
-from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
 from localinfer.kernels.cpu.lower.attention import partial_bytes
 from localinfer.kernels.cpu.memory import padded
 from localinfer.kernels.kv_layout import KVLayout
@@ -26,7 +25,13 @@ from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, write_decoder, write_draft_layer
 from localinfer.models.load.loader import open_model_file, read_config
 from localinfer.models.load.model_changes import ModelChanges
-from localinfer.models.load.programs import draft_heads, has_draft_layers, with_draft_layers, write_text_graphs
+from localinfer.models.load.programs import (
+    batch_rows_of,
+    draft_heads,
+    has_draft_layers,
+    with_draft_layers,
+    write_text_graphs,
+)
 from localinfer.models.load.weights import named_tensor
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
@@ -170,7 +175,7 @@ class MemoryPlan:
         """Bytes that a text of `context_length` tokens takes of the KV cache, with recurrent states and snapshots."""
         layout = self.kv_layout(context_length, kv_type)
         kept = context_length if self.kv_tokens is None else min(context_length, self.kv_tokens)
-        own = context_bytes(layout, kept, MAX_BATCH_ROWS)
+        own = context_bytes(layout, kept, batch_rows_of(self.config))
         if self.beside is None:
             return own
         return own + self.beside.kv_bytes(self._beside_context(context_length), kv_type)
@@ -259,7 +264,7 @@ def plan_memory(
     num_tokens = config.vocab_size if "tokenizer.ggml.tokens" in file.metadata else 0
     num_parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     embedding_bytes = DEFAULT_EMBEDDING_BYTES if config.takes_media else 0
-    buffers = _buffer_bytes(graph, MAX_BATCH_ROWS, _OUTPUT_ROWS)
+    buffers = _buffer_bytes(graph, batch_rows_of(config), _OUTPUT_ROWS)
     return MemoryPlan(
         name=file.path.name,
         config=config,
