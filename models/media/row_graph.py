@@ -11,17 +11,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.kernels.cpu.kernel_abi import activation_row_bytes
 from localinfer.kernels.cpu.lower import kernels_of_graph, lower_to_cpu
 from localinfer.kernels.cpu.memory import address, aligned_zeros, padded
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.kv_layout import KVLayout
+from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import (
     Activation,
     Buffer,
     KVLayerShape,
     LinearWeight,
+    Matmul,
     OpGraph,
     Projection,
     Rows,
@@ -222,7 +225,8 @@ class RowWriter:
 class RowGraph:
     """A finished graph, which computes rows that the host gives it; one caller at a time.
 
-    outputs: buffers that `run` returns. check: called some sixty times during a run; an error that it raises ends it.
+    outputs: buffers that `run` returns. pages: of its keys and values. check: called some sixty times during a run; an
+    error that it raises ends it.
     """
 
     def __init__(
@@ -233,7 +237,7 @@ class RowGraph:
         unused = builder.buffer("unused", outputs[0].width, Rows.OUTPUT)
         builder.select_output(unused, outputs[0])
         self.graph: OpGraph = builder.finish(unused)
-        self._pool, self._pages = pool, pages
+        self._pool, self.pages = pool, pages
         self._inputs, self._outputs, self._host_steps = tuple(writer.inputs), tuple(outputs), tuple(writer.host_steps)
         self._layout = KVLayout("f32", []) if pages is None else pages.layout
         self._program: CpuProgram | None = None
@@ -247,11 +251,13 @@ class RowGraph:
         return kernels_of_graph(self.graph, self._pool or NO_POOL, self._layout)
 
     def num_bytes(self, num_rows: int) -> int:
-        """Bytes of buffers, keys and values for so many rows."""
-        capacity = _capacity(num_rows)
+        """Bytes of buffers for so many rows, without keys and values."""
         buffers = sum(4 * padded(buffer.width) for buffer in self.graph.buffers if not buffer.is_output)
-        quantized = max((2 * buffer.width for buffer in self.graph.buffers), default=0)
-        return capacity * (buffers + quantized) + (0 if self._pages is None else self._pages.num_bytes(num_rows))
+        matrices = (part.weight for op in self.graph.ops if isinstance(op, Matmul) for part in op.projections)
+        quantized = (weight for weight in matrices if not is_float(weight.packed.layout))
+        return _capacity(num_rows) * (
+            buffers + max((activation_row_bytes(one.num_columns) for one in quantized), default=0)
+        )
 
     def run(
         self, inputs: Sequence[FloatArray], seen: Seen | None = None, *, num_keys: int | None = None
@@ -264,10 +270,10 @@ class RowGraph:
         num_rows = len(inputs[0])
         program = self._sized(num_rows)
         pages = self._no_pages
-        if self._pages is not None:
+        if self.pages is not None:
             if num_keys is None:
-                self._pages.reserve(num_rows)
-            pages = self._pages.addresses
+                self.pages.reserve(num_rows)
+            pages = self.pages.addresses
         if not len(pages):
             pages = np.zeros(-(-num_rows // self._layout.page_tokens), np.int64)
         if num_keys is None:
@@ -347,3 +353,12 @@ def _sum_of_parts(rows: FloatArray, count: int) -> FloatArray:
     for part in range(1, count):
         np.add(total, rows[:, part * width : (part + 1) * width], out=total)
     return total
+
+
+def buffer_bytes(graphs: Sequence[tuple[RowGraph, int]]) -> int:
+    """Bytes of graphs for their numbers of rows, with the keys and values that some of them share."""
+    pages: dict[int, int] = {}
+    for graph, num_rows in graphs:
+        if graph.pages is not None:
+            pages[id(graph.pages)] = max(pages.get(id(graph.pages), 0), graph.pages.num_bytes(num_rows))
+    return sum(graph.num_bytes(num_rows) for graph, num_rows in graphs) + sum(pages.values())

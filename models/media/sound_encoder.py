@@ -12,7 +12,7 @@ from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.models.media.conformer_encoder import Gemma4SoundEncoder, Lfm2SoundEncoder
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import SoundConfig
-from localinfer.models.media.row_graph import RowGraph, graph_writer
+from localinfer.models.media.row_graph import RowGraph, buffer_bytes, graph_writer
 from localinfer.models.media.whisper_encoder import Qwen3SoundEncoder, WhisperEncoder
 from localinfer.types import FloatArray
 
@@ -85,7 +85,7 @@ class SoundEncoder:
 
     def num_bytes(self, num_frames: int) -> int:
         """Bytes of buffers for a sound of so many frames, at most."""
-        return sum(graph.num_bytes(max(num_frames, 1)) for graph in self._encoder.graphs)
+        return buffer_bytes([(graph, max(num_frames, 1)) for graph in self._encoder.graphs])
 
     def encode(self, frames: NDArray[np.float32], num_valid: int | None = None) -> FloatArray:
         """Embeddings float32[rows, width] of one stretch of frames; num_valid: as in `EncoderInput`."""

@@ -25,7 +25,7 @@ from localinfer.models.media.patch_positions import (
     rotary_angles,
     window_order,
 )
-from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer
+from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, buffer_bytes, graph_writer
 from localinfer.models.media.tile_packing import encode_tiles
 from localinfer.models.media.vision_blocks import ACTIVATIONS, BlockShape, optional_norm, write_block
 from localinfer.models.media.vision_families import FAMILIES, Table, VisionFamily, write_deepstack
@@ -90,7 +90,7 @@ class VisionEncoder:
         """Bytes of buffers for a picture of so many patches."""
         joined = -(-num_patches // self._config.merge**2)
         counts = {id(self._projector): joined, id(self._later): num_patches // 4}
-        return sum(graph.num_bytes(max(counts.get(id(graph), num_patches), 1)) for graph in self.graphs)
+        return buffer_bytes([(graph, max(counts.get(id(graph), num_patches), 1)) for graph in self.graphs])
 
     def encode(self, pixels: NDArray[np.uint8]) -> FloatArray:
         """Embeddings float32[rows, width] of a picture uint8[height, width, 3] whose sides are whole patches."""

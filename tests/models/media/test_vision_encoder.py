@@ -101,6 +101,24 @@ def test_a_plan_knows_sizes_and_kernels_without_threads(
         plan.encode(inputs(name, (56, 56))[0])
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5vl", "qwen2.5vl-q8_0", "qwen3vl"])
+def test_a_picture_takes_the_bytes_that_were_planned(
+    name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]
+) -> None:
+    encoder, config = opened(name, mmproj(name, tmp_path), pools[0]), fixtures.config(name).picture
+    assert config is not None
+    side, rows = 16 * config.patch_size, 256 // config.merge**2
+    encoder.encode(EncoderInput(False, np.zeros((side, side, 3), np.uint8), rows, None, rows))
+    assert encoder._pictures is not None
+    held = encoder._pictures._pages._memory.nbytes
+    for graph in encoder._pictures.graphs:
+        assert graph._program is not None
+        memory = graph._program.tape.memory
+        held += sum(array.nbytes for array in (*memory.buffers, *memory._shared.values()))
+    # What programs return is not asked of these, so there is room for one row of it.
+    assert held - (1 << 11) <= encoder.picture_bytes(256) <= held
+
+
 @pytest.mark.parametrize("name", ["qwen2.5vl", "gemma3"])
 def test_a_caller_can_end_an_encoding(name: str, tmp_path: Path, pools: tuple[ThreadPool, ThreadPool]) -> None:
     encoder, piece = opened(name, mmproj(name, tmp_path), pools[1]), inputs(name, (56, 56))[0]
