@@ -203,20 +203,23 @@ def quantize_model(
     *,
     importance: Importance | None = None,
     prepared: Mapping[str, PreparedTensor] | None = None,
+    choices: Mapping[str, TypeChoice] | None = None,
     progress: ProgressCallback | None = None,
 ) -> QuantizedModel:
     """Write `source` to `path` as GGUF in a preset's types.
 
-    prepared: tensors that a calibration pass has quantized, in the preset's types.
+    choices: type of each tensor, in place of the preset's for language models. prepared: tensors that a calibration
+    pass has quantized, in the preset's types.
     progress: called with a tensor's name, the weights done and the weights in all.
     Raises: RequestError if the path is the source itself or a weight cannot be encoded, naming its tensor;
         CorruptFileError if the importance is another model's.
     """
     target = Path(path)
     check_target(source, target)
-    has_importance = importance is not None or prepared is not None
-    facts = ModelFacts.from_metadata(source.metadata)
-    choices = choose_types(preset, source.tensors, facts, has_importance=has_importance)
+    if choices is None:
+        has_importance = importance is not None or prepared is not None
+        facts = ModelFacts.from_metadata(source.metadata)
+        choices = choose_types(preset, source.tensors, facts, has_importance=has_importance)
     specs = [TensorRecord(name, choices[name].type, record.shape) for name, record in source.tensors.items()]
     total = sum(math.prod(record.shape) for record in source.tensors.values())
     done, reports = 0, []

@@ -35,8 +35,7 @@ _LEAST_HELD_BACK = 8000
 @option(
     "--type type_name",
     "TYPE",
-    "Preset, such as Q8_0, Q4_K_S or MXFP4_MOE; F16 or BF16: plain numbers.",
-    default="Q4_K_M",
+    "Preset, such as Q8_0, Q4_K_S or MXFP4_MOE; F16 or BF16: plain numbers. Default: Q4_K_M; Q8_0 of encoders.",
 )
 @option(
     "--method",
@@ -57,7 +56,7 @@ _LEAST_HELD_BACK = 8000
 def quantize_command(
     source: str,
     target: str,
-    type_name: str,
+    type_name: str | None,
     method: "Method",
     calibration: str | None,
     calibration_tokens: int,
@@ -72,7 +71,8 @@ def quantize_command(
 
     Types and sizes are those of llama.cpp's presets, and every GGUF runtime reads the file. At the end both models are
     compared on a text that was not used for calibration. If the same command is run again after an interrupted
-    calibration, it resumes after the last finished layer.
+    calibration, it resumes after the last finished layer. SOURCE may be a file of encoders for pictures or sounds
+    (mmproj): their products are rounded to Q8_0, and the loss is that of embeddings.
     """
     from localinfer.apps.evaluate.report import render_quantization, render_summary
     from localinfer.apps.evaluate.texts import evaluation_text
@@ -82,6 +82,17 @@ def quantize_command(
         raise click.UsageError(f"--method {method} uses no importance file; leave --imatrix out.")
     if (method == "rtn" or imatrix is not None) and (calibration is not None or save_imatrix is not None):
         raise click.UsageError("Nothing is calibrated this way; leave --calibration and --save-imatrix out.")
+    from localinfer.apps.quantize_encoders import is_encoders
+
+    if is_encoders(source):
+        given = {"--imatrix": imatrix, "--save-imatrix": save_imatrix, "--calibration": calibration, "--text": text}
+        named = next((name for name, value in given.items() if value is not None), None)
+        if named is not None or method not in ("auto", "rtn"):
+            raise click.UsageError(
+                f"{named or '--method'} is for language models; {source} has encoders. Leave it out."
+            )
+        _quantize_encoders(source, target, type_name, threads, measures=chunks > 0)
+        return
     content = evaluation_text(text)
     if text is None and calibration is not None:
         held_back = read_calibration(calibration).held_back
@@ -90,7 +101,7 @@ def quantize_command(
         model = quantize(
             source,
             target,
-            type=type_name,
+            type="Q4_K_M" if type_name is None else type_name,
             method=method,
             calibration=calibration,
             calibration_tokens=calibration_tokens,
@@ -110,6 +121,20 @@ def quantize_command(
         click.echo(f"loss not measured: {error}")
         return
     click.echo(f"against the source: {render_summary(found)}")
+
+
+def _quantize_encoders(source: str, target: str, type_name: str | None, threads: int | None, *, measures: bool) -> None:
+    from localinfer.apps.evaluate.report import render_quantization
+    from localinfer.apps.quantize_encoders import DEFAULT_TYPE, embedding_loss, quantize_encoders
+
+    with Progress() as progress:
+        written = quantize_encoders(
+            source, target, type=type_name or DEFAULT_TYPE, threads=threads, progress=with_time_left(progress)
+        )
+    click.echo(render_quantization(written))
+    if measures:
+        loss = embedding_loss(source, target, threads=threads)
+        click.echo(f"against the source: embeddings differ by {loss:.1e} of their squared size")
 
 
 def _measure(source: str, target: str, text: str, chunks: int, threads: int | None) -> "Comparison":
