@@ -409,15 +409,17 @@ def build_on_gpus(opened: OpenModel, options: BuildOptions) -> Model | None:
 
     placement = opened.placement
     assert placement is not None, "a part of it was placed"
+    # Pictures are read on the CPU only.
+    config = replace(opened.config, takes_media=False)
     compile_ahead(SHARED_KERNELS, opened.progress)
     with _made_threads(options) as pool:
-        parts = _parts(opened, options, opened.config, pool)
+        parts = _parts(opened, options, config, pool)
         on_gpus = write_on_gpus(parts, opened.gpus, placement, is_required=opened.request.is_required)
         if on_gpus is not None:
-            prepare_text_programs(opened.config, opened.file, on_gpus)
+            prepare_text_programs(config, opened.file, on_gpus)
             _leave_out_drafters(opened)
             model = Model(
-                opened.config,
+                config,
                 opened.tokenizer,
                 on_gpus.program,
                 on_gpus.kv_layout,

@@ -254,3 +254,12 @@ def test_a_model_without_experts_says_that_cpu_moe_does_nothing(
     load_model(small, threads=1, context_length=64, device=DeviceRequest(device="cuda", cpu_moe=True)).close()
     assert "cpu_moe has no effect: small.gguf has no experts" in warnings.text
     assert "3 of 3 layers on the GPU: they need" in warnings.text
+
+
+def test_a_model_on_a_gpu_reads_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_small_llama(tmp_path / "small.gguf")
+    emulate_gpus(monkeypatch, ROOMY[:1])
+    for device, takes_media in (("cuda", False), ("cpu", True)):
+        model = load_model(path, threads=1, context_length=64, verify=False, takes_media=True, device=device)
+        assert (model.device, model.config.takes_media) == (device, takes_media)
+        model.close()
