@@ -1,4 +1,9 @@
-"""Pieces of a picture as encoders read them: what is done to the whole for each, known from its size alone."""
+"""Pieces of a picture as encoders read them: what is done to the whole for each, known from its size alone.
+
+Processors resize by Pillow or by torch, both with an average over what shrinks. Torch's weights have 15 bits and its
+passes go over columns and then rows, so that its bytes are others, by a few levels where one side shrinks and the other
+grows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +13,7 @@ from numpy.typing import NDArray
 
 from localinfer.models.media.folder_sizes import Size
 from localinfer.models.media.records import EncoderInput
+from localinfer.system.extras import require
 
 Box = tuple[int, int, int, int]
 """Left, top, width and height in pixels."""
@@ -75,6 +81,67 @@ class Workbench:
             found = self.resize(self._after(part, resizes[:-1]), width, height)
             self._resized[part, resizes] = found
         return found
+
+
+BILINEAR, BICUBIC = 2, 3
+"""Pillow's numbers of the filters that torch has for bytes."""
+_MOST_BITS = 22
+
+
+def resize_as_pillow(picture: NDArray[np.uint8], width: int, height: int, *, resample: int) -> NDArray[np.uint8]:
+    """A picture resized in one call of Pillow, whose numbers of filters the files have."""
+    require("media", "Resizing a picture", ("PIL",))
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(picture))
+    return np.asarray(image.resize((width, height), Image.Resampling(resample)))
+
+
+def resize_as_torch(picture: NDArray[np.uint8], width: int, height: int, *, resample: int) -> NDArray[np.uint8]:
+    """A picture resized to torch's bytes; by Pillow for a filter that torch has not."""
+    if resample not in (BILINEAR, BICUBIC):
+        return resize_as_pillow(picture, width, height, resample=resample)
+    return _resized_axis(_resized_axis(picture, 1, width, resample), 0, height, resample)
+
+
+def _resized_axis(picture: NDArray[np.uint8], axis: int, wanted: int, resample: int) -> NDArray[np.uint8]:
+    size = picture.shape[axis]
+    if size == wanted:
+        return picture
+    numbers, weights, bits = _whole_weights(size, wanted, resample)
+    lines = np.moveaxis(picture, axis, 0)
+    total = np.full((wanted, *lines.shape[1:]), 1 << (bits - 1), np.int32)
+    for tap in range(numbers.shape[1]):
+        total += weights[:, tap, None, None] * lines[numbers[:, tap]]
+    return np.ascontiguousarray(np.moveaxis(np.clip(total >> bits, 0, 255).astype(np.uint8), 0, axis))
+
+
+def _whole_weights(size: int, wanted: int, resample: int) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
+    """The entries that each result is made of, their weights as whole numbers, and the bits that these are shifted."""
+    step = size / wanted
+    stretch = max(step, 1.0)
+    support = (1.0 if resample == BILINEAR else 2.0) * stretch
+    centers = step * (np.arange(wanted) + 0.5)
+    first = np.maximum((centers - support + 0.5).astype(np.int64), 0)
+    end = np.minimum((centers + support + 0.5).astype(np.int64), size)
+    numbers = first[:, None] + np.arange(int((end - first).max()))
+    distance = np.abs((numbers - centers[:, None] + 0.5) / stretch)
+    weights = np.maximum(1.0 - distance, 0.0) if resample == BILINEAR else _cubic(distance)
+    weights[numbers >= end[:, None]] = 0.0
+    weights /= weights.sum(axis=1, keepdims=True)
+    greatest, bits = weights.max(), 0
+    while bits < _MOST_BITS and int(0.5 + greatest * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    scaled = weights * (1 << bits)
+    whole = np.trunc(scaled + np.where(scaled < 0, -0.5, 0.5)).astype(np.int32)
+    return np.minimum(numbers, size - 1), whole, bits
+
+
+def _cubic(distance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Cubic convolution with a = -0.5 (Keys, 1981)."""
+    near = (1.5 * distance - 2.5) * distance * distance + 1.0
+    far = ((-0.5 * distance + 2.5) * distance - 4.0) * distance + 2.0
+    return np.where(distance < 1.0, near, np.where(distance < 2.0, far, 0.0))
 
 
 def encoder_input(cut: Cut, values: NDArray[np.uint8]) -> EncoderInput:

@@ -37,6 +37,8 @@ class SeeingFamily:
     """Name and usual text of the special token that stands for a picture in a prompt and in a rendered template."""
     around: tuple[str, str] = ("", "")
     """Texts around that token where no template puts it into a prompt."""
+    resizes_as_torch: bool = False
+    """True if its published processor has no Pillow in it."""
     adds_bos: bool = True
     """Texts are tokenized with the tokenizer's own beginning, as texts without pictures are."""
     frame: Callable[[str, str, str], str] | None = None
@@ -617,6 +619,7 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         _cohere,
         _CLIP | _TILING | {"crop_to_patches": True, "size": 512, "patch_size": 16},
         ("image_token", "<|IMG_PATCH|>"),
+        resizes_as_torch=True,
     ),
     "ovis2": SeeingFamily(
         _ovis,
@@ -628,6 +631,7 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         _llama4,
         _HALF | {"resample": _BILINEAR, "size": 336, "max_patches": 16, "resize_to_max_canvas": False},
         ("image_token", "<|image|>"),
+        resizes_as_torch=True,
     ),
     "lfm2_vl": SeeingFamily(
         _lfm2,
@@ -636,6 +640,7 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         | {"min_image_tokens": 64, "max_image_tokens": 256, "min_tiles": 2, "max_tiles": 10}
         | {"do_image_splitting": True, "max_pixels_tolerance": 2.0, "use_thumbnail": True},
         ("image_token", "<image>"),
+        resizes_as_torch=True,
         adds_bos=False,
     ),
     "llava": SeeingFamily(_llava, _CLIP_SQUARE, ("image_token", "<image>"), ("", "\n")),
@@ -659,6 +664,7 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         _HALF | {"patch_size": 14, "merge_size": 2, "max_patches": 16384, "size": {"max_height": 512}},
         ("image_token", "<|media_pad|>"),
         ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
+        resizes_as_torch=True,
     ),
     "minicpmv4_6": SeeingFamily(
         _minicpm,

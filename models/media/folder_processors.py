@@ -9,12 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import RequestError, UnsupportedFormatError
-from localinfer.models.media.cuts import Cut, Workbench, encoder_input, num_embeddings
+from localinfer.models.media.cuts import (
+    Cut,
+    Workbench,
+    encoder_input,
+    num_embeddings,
+    resize_as_pillow,
+    resize_as_torch,
+)
 from localinfer.models.media.folder_pictures import PICTURE_FAMILIES, SeeingFamily
 from localinfer.models.media.folder_settings import JsonFolder, PartSettings, ProcessorSettings, read_processor_settings
 from localinfer.models.media.folder_sounds import SOUND_FAMILIES, SoundProcessor
 from localinfer.models.media.records import EncoderInput, PreparedMedia
-from localinfer.system.extras import require
 
 _FILTERS = (0, 1, 2, 3)
 _BYTE = 1 / 255
@@ -71,7 +77,8 @@ class PictureProcessor:
 
         is_alone: no template writes the texts around it, so they are part of it.
         """
-        bench = Workbench(picture, partial(_resize, resample=self._resample))
+        resize = resize_as_torch if self._family.resizes_as_torch else resize_as_pillow
+        bench = Workbench(picture, partial(resize, resample=self._resample))
         pieces = self.plan(picture.shape[1], picture.shape[0], number)
         made = [piece if isinstance(piece, str) else encoder_input(piece, bench.make(piece)) for piece in pieces]
         before, behind = self._family.around if is_alone else ("", "")
@@ -147,15 +154,6 @@ def _normalisation(picture: PartSettings) -> tuple[tuple[float, float, float], t
 
 def _divided(values: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
     return values[0] / factor, values[1] / factor, values[2] / factor
-
-
-def _resize(picture: NDArray[np.uint8], width: int, height: int, resample: int) -> NDArray[np.uint8]:
-    """A picture resized in one call of Pillow, whose numbers of filters the files have."""
-    require("media", "Resizing a picture", ("PIL",))
-    from PIL import Image
-
-    image = Image.fromarray(np.ascontiguousarray(picture))
-    return np.asarray(image.resize((width, height), Image.Resampling(resample)))
 
 
 def read_sound_processor(folder: JsonFolder) -> SoundProcessor:

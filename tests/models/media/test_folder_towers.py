@@ -1,6 +1,6 @@
 """Towers of folders compute what transformers computes, from the tensors and settings as they were published."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ SEE = (
 """The mixtures' towers are those of their dense kin."""
 BREAKS = {"mistral3": 28, "ministral3": 28, "pixtral": 14}
 """Pixels a row of embeddings has in each, which a row of the encoder's follows."""
-RESIZED_BY_TORCHVISION = ("cohere2_vision", "lfm2_vl", "llama4")
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +52,6 @@ def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
     return float(np.square(difference).sum() / np.square(wanted.astype(np.float64)).sum())
 
 
-def _saved_bytes(media: FolderMedia, pixels: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
-    """Bytes of which normalised pixels were made, [pictures, height, width, 3]."""
-    assert media.pictures is not None
-    mean, std = np.float32(media.pictures.mean), np.float32(media.pictures.std)
-    if name == "lfm2_vl":
-        return np.rint((pixels * std[0] + mean[0]) * 255).astype(np.uint8)
-    return np.rint((pixels.transpose(0, 2, 3, 1) * std + mean) * 255).clip(0, 255).astype(np.uint8)
-
-
 @pytest.mark.parametrize("name", SEE)
 def test_embeddings_are_the_references(media_folders: MediaFolders, pool: ThreadPool, name: str) -> None:
     reference = media_folders.reference(name)
@@ -76,8 +66,6 @@ def test_embeddings_are_the_references(media_folders: MediaFolders, pool: Thread
             for index, number in enumerate(numbers):
                 found = media.pictures.lay_out(media_folders.picture(name, number), index)
                 inputs = [piece for piece in found.pieces if isinstance(piece, EncoderInput)]
-                if name in RESIZED_BY_TORCHVISION:
-                    inputs = _as_saved(media, inputs, reference, number, name)
                 for entry in inputs:
                     encoded = encoder.encode(entry)
                     if name in BREAKS:
@@ -132,25 +120,6 @@ def test_sounds_longer_than_a_piece_have_the_rows_of_their_layout(
             assert [len(rows) for rows in found] == [entry.num_rows for entry in entries]
             assert all(np.isfinite(rows).all() for rows in found)
         encoder.close()
-
-
-def _as_saved(
-    media: FolderMedia, inputs: list[EncoderInput], reference: Mapping[str, NDArray[Any]], number: int, name: str
-) -> list[EncoderInput]:
-    """Inputs with the reference's bytes, which torchvision resized; pictures of which few rows are kept as they are."""
-    pixels = reference.get(f"picture{number}.pixel_values")
-    if pixels is None:
-        return inputs
-    found = _saved_bytes(media, pixels.reshape(-1, *pixels.shape[-(2 if name == "lfm2_vl" else 3) :]), name)
-    made = []
-    for entry, saved in zip(inputs, found, strict=True):
-        height, width = entry.values.shape[:2]
-        if name == "lfm2_vl":
-            rows, columns = height // 16, width // 16
-            patches = saved[: rows * columns].reshape(rows, columns, 16, 16, 3)
-            saved = patches.swapaxes(1, 2).reshape(height, width, 3)
-        made.append(replace(entry, values=np.ascontiguousarray(saved)))
-    return made
 
 
 @dataclass
