@@ -104,6 +104,7 @@ class ServerOptions:
         "Fetch pictures and sounds that requests name by http(s) URLs, from addresses of the internet only.",
         bool,
         group="clients",
+        in_config=False,
     )
     """Only then does the server connect to anything by itself."""
     allows_private_network: bool = _option(
