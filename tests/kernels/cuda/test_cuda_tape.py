@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.errors import ContextLengthError, RequestError, ShapeError
+from localinfer.errors import ContextLengthError, RequestError, ShapeError, UnsupportedFormatError
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
@@ -439,3 +439,16 @@ def test_words_are_computed_where_pictures_are_refused_in_one_line() -> None:
     picture = replace(segment, media=MediaRows([(1, random_rows(1, 32, 7))]))
     with pytest.raises(RequestError, match=r"words only, no pictures or sounds; load the model on the CPU"):
         program.run(Batch(np.array([0, -5, 1, 2], np.int32), [picture], ids))
+    with pytest.raises(RequestError, match="which this program does not take"):
+        program.run(Batch(ids, [replace(segment, key_ends=np.full(4, 4))], ids))
+
+
+def test_an_op_of_the_cpu_alone_is_refused_by_name() -> None:
+    def write(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+        tape.bound(x, x, -1.0, 2.0)
+        return x
+
+    device = EmulatedDevice()
+    graph = graph_of(random_rows(4, 32, 6), write, Weights(device))
+    with pytest.raises(UnsupportedFormatError, match="has Bound, which device 'cuda' does not run"):
+        lower_to_cuda(graph, device, KVLayout("f32", LAYERS), max_batch_rows=4)
