@@ -7,7 +7,7 @@ from localinfer.errors import MissingPackageError
 EXTRAS: dict[str, tuple[str, ...]] = {
     "cli": ("click",),
     "chat": ("click", "prompt_toolkit", "wcwidth", "pygments"),
-    "server": ("click", "starlette", "uvicorn", "h11", "msgspec", "prometheus_client"),
+    "server": ("click", "starlette", "uvicorn", "h11", "msgspec", "prometheus_client", "python_multipart"),
     "hub": ("huggingface_hub", "filelock"),
     "constraints": ("llguidance",),
     "tools": ("msgspec", "llguidance"),

@@ -1,6 +1,8 @@
-"""A tiny mmproj file for any text model, so that every interface can be tried with pictures and no more files."""
+"""Tiny mmproj files for any text model, so that every interface can be tried with pictures and sounds alone."""
 
 import io
+import wave
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -14,6 +16,7 @@ from localinfer.quant.gguf.reader import read_gguf
 IMAGE_SIZE, PATCH_SIZE, WIDTH = 42, 14, 32
 PICTURE_ROWS = (IMAGE_SIZE // PATCH_SIZE) ** 2
 """Rows of every picture, in whatever size it comes."""
+SAMPLE_RATE, SAMPLES_A_ROW = 16_000, 640
 
 
 def write_mmproj(path: Path, text_width: int, seed: int = 1, kind: str = "F32") -> Path:
@@ -55,6 +58,24 @@ def write_mmproj(path: Path, text_width: int, seed: int = 1, kind: str = "F32") 
     return path
 
 
+def write_sound_mmproj(path: Path, text_width: int, seed: int = 1) -> Path:
+    """Write the smallest file that hears: Gemma 4's without an encoder, where 640 samples are a row."""
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_audio_encoder", True)
+    writer.add_string("clip.projector_type", "gemma4ua")
+    for key in ("embedding_length", "feed_forward_length", "projection_dim", "attention.head_count", "num_mel_bins"):
+        writer.add_uint32(f"clip.audio.{key}", 1)
+    writer.add_uint32("clip.audio.block_count", 0)
+    writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
+    weights = np.random.default_rng(seed).standard_normal((text_width, SAMPLES_A_ROW)) / SAMPLES_A_ROW**0.5
+    writer.add_tensor("mm.a.input_projection.weight", weights.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _shapes(text_width: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "v.class_embd": (WIDTH,),
@@ -77,13 +98,22 @@ def _shapes(text_width: int) -> dict[str, tuple[int, ...]]:
 
 def seeing_demo(folder: Path) -> Path:
     """A copy of the demo model with such a file beside it, under the name by which it is found."""
+    return _demo_with(folder, write_mmproj)
+
+
+def hearing_demo(folder: Path) -> Path:
+    """The same with a file that hears."""
+    return _demo_with(folder, write_sound_mmproj)
+
+
+def _demo_with(folder: Path, write: Callable[[Path, int], Path]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "demo-f16.gguf"
     if not model.exists():
         model.write_bytes(model_path(None).read_bytes())
         with read_gguf(model) as file:
             width = file.metadata[f"{file.metadata['general.architecture']}.embedding_length"]
-        write_mmproj(folder / "mmproj-demo-f16.gguf", width)
+        write(folder / "mmproj-demo-f16.gguf", width)
     return model
 
 
@@ -92,4 +122,16 @@ def picture_file(seed: int = 0, width: int = 60, height: int = 40) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def sound_file(num_rows: int = 5, seed: int = 0) -> bytes:
+    """The bytes of a WAV file of noise that becomes so many rows."""
+    samples = np.random.default_rng(seed).integers(-9000, 9000, num_rows * SAMPLES_A_ROW, np.int16)
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(SAMPLE_RATE)
+        file.writeframes(samples.tobytes())
     return buffer.getvalue()

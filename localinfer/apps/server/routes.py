@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from localinfer.apps.server.api import chat, completions, embeddings, messages, prefill, responses, status, text
+from localinfer.apps.server.api import audio, chat, completions, embeddings, messages, prefill, responses, status, text
+from localinfer.apps.server.api.audio import SpeechRequest
 from localinfer.apps.server.api.chat import ChatRequest
 from localinfer.apps.server.api.completions import CompletionRequest
 from localinfer.apps.server.api.embeddings import EmbeddingRequest, LlamaEmbeddingRequest, RerankRequest
@@ -21,6 +22,7 @@ from localinfer.apps.server.llama_server import completion, properties
 from localinfer.apps.server.llama_server.completion import InfillRequest, LlamaCompletionRequest
 from localinfer.apps.server.ollama import models as ollama_models, replies as ollama_replies
 from localinfer.apps.server.replies.service import route
+from localinfer.apps.server.transport.bodies import FORM, FORM_ROUTES
 from localinfer.apps.server.transport.http import OLLAMA, json_response
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.kernels.versions import installed_version
@@ -84,6 +86,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     **_OLLAMA_POSTED,
 }
 """Records that are posted, by route."""
+FORM_BODIES: dict[str, type[msgspec.Struct]] = {f"/v1{path}": SpeechRequest for path in FORM_ROUTES}
+"""The same that are posted as forms."""
 
 _OWN_NAMES = re.compile(rb'("|#/components/schemas/)MessageToolCall"')
 """The record whose name in the document is `ToolCall`, which is another class in Python."""
@@ -109,14 +113,14 @@ _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error"
 
 def describe() -> dict[str, Any]:
     """The description, as a JSON object."""
-    bodies = tuple(dict.fromkeys((*BODIES.values(), *_OLLAMA_DELETED.values())))
+    bodies = tuple(dict.fromkeys((*BODIES.values(), *FORM_BODIES.values(), *_OLLAMA_DELETED.values())))
     described = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     references, schemas = msgspec.json.decode(_OWN_NAMES.sub(rb'\1ToolCall"', msgspec.json.encode(described)))
     reference_of = dict(zip(bodies, references, strict=True))
     paths: dict[str, Any] = {path: {"get": {"responses": _answers(path)}} for path in (*_READ, *_OLLAMA_READ)}
-    sent = [("post", *item) for item in BODIES.items()] + [("delete", *item) for item in _OLLAMA_DELETED.items()]
-    for method, path, body in sent:
-        content = {"application/json": {"schema": reference_of[body]}}
+    sent = [("post", *item) for item in (*BODIES.items(), *FORM_BODIES.items())]
+    for method, path, body in sent + [("delete", *item) for item in _OLLAMA_DELETED.items()]:
+        content = {FORM if path in FORM_BODIES else "application/json": {"schema": reference_of[body]}}
         paths[path] = {method: {"requestBody": {"required": True, "content": content}, "responses": _answers(path)}}
     return {
         "openapi": "3.1.0",
@@ -166,6 +170,8 @@ def server_routes(settings: ServerSettings) -> list[Route]:
         route("/conversations/{conversation}/items", responses.add_items, "POST"),
         route("/conversations/{conversation}/items/{item}", responses.conversation_item),
         route("/conversations/{conversation}/items/{item}", responses.delete_item, "DELETE"),
+        route("/audio/transcriptions", audio.transcriptions, "POST", prompt_field="file"),
+        route("/audio/translations", audio.translations, "POST", prompt_field="file"),
         route("/messages", messages.messages, "POST"),
         route("/messages/count_tokens", messages.count_tokens, "POST"),
         route("/tokenize", text.tokenize, "POST"),

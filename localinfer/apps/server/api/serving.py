@@ -200,13 +200,14 @@ class ReplyWriter:
     """One reply in a wire format: the events that its tokens become on a stream, and the object they are together.
 
     prepare: run in a thread before anything is written. last_frame: written after the last event of a stream.
-    stream, frame: how a stream is answered, and an event written on it.
+    stream, frame: how a stream is answered, and an event written on it. respond: how what is not streamed is answered.
     """
 
     prepare: Callable[[], None] | None = None
     last_frame = b""
     stream: type[EventStream] = EventStream
     frame: Callable[[Event], bytes] = staticmethod(event_frame)
+    respond: Callable[[Any], Response] = staticmethod(json_response)
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -389,7 +390,7 @@ async def serve_reply(
         if writer.prepare is not None:
             await unless_gone(request.receive, asyncio.to_thread(writer.prepare))
         if not body.stream:
-            return json_response(await unless_gone(request.receive, _whole(writer)))
+            return writer.respond(await unless_gone(request.receive, _whole(writer)))
     except BaseException:
         reply.close()
         raise

@@ -588,6 +588,20 @@ async def read_body(request: Request, record: type[Record]) -> Record:
     body = await service.bodies.read(request, record, service.settings)
     if service.settings.allows_media_urls:
         await fetch_media(body)
+    _note_body(request, body)
+    return body
+
+
+async def read_form(request: Request, record: type[Record]) -> Record:
+    """The form of a request, with a file, as a record. Raises: as `Bodies.read_form`."""
+    service = service_of(request)
+    body = await service.bodies.read_form(request, record, service.settings)
+    _note_body(request, body)
+    return body
+
+
+def _note_body(request: Request, body: object) -> None:
+    """Note what the record of a request says of it. Raises: ApiError."""
     model = getattr(body, "model", None)
     if isinstance(model, str) and len(model) > _MOST_NAME:
         raise ApiError(400, f"model has {len(model):,} characters; names have at most {_MOST_NAME:,}", param="model")
@@ -595,7 +609,6 @@ async def read_body(request: Request, record: type[Record]) -> Record:
     noted.take_body(body)
     noted.cache_salt = cache_salt_of(noted.tenant, getattr(body, "cache_salt", None))
     noted.priority = checked_priority(body, service_of(request).settings.quotas[noted.token])
-    return body
 
 
 async def prepared(request: Request, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -3,7 +3,7 @@
 A body costs memory three times: while it is received, as what it is decoded into, and by the work on its texts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -12,7 +12,10 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import msgspec
 import numpy as np
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,7 +27,10 @@ from localinfer.apps.server.transport.http import (
     Record,
     checked_shape,
     decode_json,
+    invalid_member,
+    leave_unread,
 )
+from localinfer.apps.server.transport.known_fields import NONE
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import RequestError
 from localinfer.system.free_memory import return_free_memory
@@ -152,6 +158,13 @@ class ByteBudget:
         self._queue = waiting
 
 
+FORM = "multipart/form-data"
+FORM_ROUTES = ("/audio/transcriptions", "/audio/translations")
+"""Routes whose bodies are forms with a file. Pages of others may post a form unasked: only headers say where it comes
+from."""
+_MOST_FORM_FIELDS, _MOST_FIELD_BYTES = 64, 1 << 16
+_FORM_COPIES = 2
+"""Copies of a file beside its form: as it is parsed, and as it is read."""
 LARGE_BYTES = 1 << 16
 """Bodies up to this size are not counted, and decoded at once: in all connections together they are some megabytes."""
 _WAIT_SECONDS = 30.0
@@ -235,6 +248,26 @@ class Bodies:
             waiting = self._working.take(num_bytes, _WAIT_SECONDS, hurry)
             keep_share(request.scope, await unless_gone(request.receive, _in_turn(waiting), Share.close))
             return await _in(threads, decode_json, body, record, shape)
+        finally:
+            share.close()
+
+    async def read_form(self, request: Request, record: type[Record], settings: ServerSettings) -> Record:
+        """Read a form with one file as a record, as `read` reads JSON: the member `file` has the file's bytes.
+
+        A member of several values is written with `[]` behind its name; text that is empty asks for nothing.
+        Raises: ApiError, with the name of the member at fault; ClientGone.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM:
+            raise ApiError(400, f"the body is no form; send the file and its options as {FORM}", code="not_a_form")
+        body, share = await self._receive(request, settings)
+        try:
+            if len(body) <= LARGE_BYTES:
+                return form_record(body, request.headers, record)
+            request.scope["state"][_BODY_BYTES] = len(body)
+            waiting = self._working.take(_FORM_COPIES * len(body), _WAIT_SECONDS)
+            keep_share(request.scope, await unless_gone(request.receive, _in_turn(waiting), Share.close))
+            threads = self._decoder if len(body) > SMALL_BYTES else None
+            return await _in(threads, form_record, body, request.headers, record)
         finally:
             share.close()
 
@@ -357,6 +390,59 @@ def measured(body: Bytes) -> tuple[JsonShape, int]:
     if width < 4 and b"\\u" in body:
         width = 4 if b"\\ud" in body or b"\\uD" in body else 2
     return shape, (width + _WORK_PER_BYTE) * len(body) + _BYTES_PER_VALUE * shape.values
+
+
+class _FormParser(MultiPartParser):
+    """Keeps files in memory, as other bodies are: what a client sends is on no disk."""
+
+    spool_max_size = 1 << 62
+
+
+def form_record(body: Bytes, headers: Headers, record: type[Record]) -> Record:
+    """A form with one file as a record. headers: of its request. Raises: ApiError."""
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        yield bytes(body)
+
+    parser = _FormParser(headers, parts(), max_files=1, max_fields=_MOST_FORM_FIELDS, max_part_size=_MOST_FIELD_BYTES)
+    parsing = parser.parse()
+    try:
+        # Nothing in it waits.
+        parsing.send(None)
+    except StopIteration as done:
+        items = done.value.multi_items()
+    except (MultiPartException, UnicodeError, LookupError) as error:
+        raise ApiError(
+            400, f"the body is no form that can be read ({error}); send one file as {FORM}", code="invalid_form"
+        ) from None
+    else:
+        parsing.close()
+        raise AssertionError("a form in memory is parsed at once")
+    members: dict[str, Any] = {}
+    for name, value in items:
+        if isinstance(value, UploadFile):
+            members[name] = value.file.read()
+            value.file.close()
+        elif name.endswith("[]"):
+            members.setdefault(name.removesuffix("[]"), []).append(value)
+        elif value:
+            members[name] = value
+    made: Record = _form_members(members, record)
+    return made
+
+
+def _form_members(members: dict[str, Any], record: type) -> Any:
+    read = {field.encode_name for field in msgspec.structs.fields(record)}
+    known = getattr(record, "known_fields", NONE)
+    for name, value in members.items():
+        if name not in read and name not in known.ignored:
+            leave_unread(name, name, read, known.refused.get(name), value)
+    if isinstance(members.get("file"), str):
+        raise ApiError(400, "file is a text; send a file, with its name, as its part of the form", param="file")
+    try:
+        return msgspec.convert(members, record, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid_member(error) from None
 
 
 async def unless_gone(

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localinfer.apps.server.transport.bodies import CONNECTION
+from localinfer.apps.server.transport.bodies import CONNECTION, FORM, FORM_ROUTES
 from localinfer.apps.server.transport.http import OLLAMA, STREAMS_EVENTS, ApiError, identifier
 from localinfer.apps.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address, matching_token
 
@@ -639,6 +639,8 @@ class SecurityMiddleware:
                     code="encoding_not_read",
                     headers={"accept-encoding": "identity"},
                 )
+            if kind == FORM and scope["path"].removeprefix("/v1") in FORM_ROUTES:
+                return
             if kind != "application/json" and not _is_json_all_the_same(kind, scope, headers):
                 raise ApiError(
                     415, f"the body is {kind or 'of no type'!r:.80}; send JSON, as application/json", code="not_json"

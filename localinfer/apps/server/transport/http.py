@@ -384,17 +384,22 @@ def decode_json(body: Bytes, record: type[Record], shape: JsonShape | None = Non
     try:
         return _decode(body, record)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at ")
-        name = path.rpartition("`$")[2].strip("`").removeprefix(".")
-        missing = _MISSING_MEMBER.match(message)
-        param = name if missing is None else f"{name}.{missing[1]}".removeprefix(".")
-        if not param:
-            # Of the whole, or where msgspec does not say of which member.
-            raise ApiError(400, f"the body: {message}; send one JSON object", code="invalid_json") from None
-        raise ApiError(400, f"{name or 'the body'}: {message}", param=param) from None
+        raise invalid_member(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         found = "empty" if not body.strip() else f"not JSON ({error})"
         raise ApiError(400, f"the body is {found}; send one JSON object in UTF-8", code="invalid_json") from None
+
+
+def invalid_member(error: msgspec.ValidationError) -> ApiError:
+    """The error for a member that is missing or wrong."""
+    message, _, path = str(error).partition(" - at ")
+    name = path.rpartition("`$")[2].strip("`").removeprefix(".")
+    missing = _MISSING_MEMBER.match(message)
+    param = name if missing is None else f"{name}.{missing[1]}".removeprefix(".")
+    if not param:
+        # Of the whole, or where msgspec does not say of which member.
+        return ApiError(400, f"the body: {message}; send one JSON object", code="invalid_json")
+    return ApiError(400, f"{name or 'the body'}: {message}", param=param)
 
 
 def _decode(body: Bytes, record: type[Record]) -> Record:

@@ -445,6 +445,18 @@ TEXTS = KnownFields(
         text: send content
     """),
 )
+SPEECH = KnownFields(
+    _ignore(f"""
+        chunking_strategy: a model hears a sound as its own encoder cuts it
+        user: {_ACCOUNT}
+    """),
+    _refuse("""
+        include: log probabilities come with /v1/chat/completions, which takes sounds as input_audio
+        timestamp_granularities: no model here tells when a word was said
+        known_speaker_names known_speaker_references: no model here tells speakers apart
+        messages: send prompt, or ask /v1/chat/completions
+    """),
+)
 NONE = KnownFields({}, {})
 FORMS = KnownFields({}, {}, takes_unknown=False)
 """Of records whose members are kinds of forms: a reply would be held to none."""
