@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from localinfer.kernels.cuda import program
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.models.load import device_request, devices
 from tests.kernels.cuda.device import EmulatedDevice
@@ -48,6 +49,8 @@ def emulate_gpus(
     monkeypatch.setattr(device_request, "has_driver", lambda: True)
     find_gpus(monkeypatch, [FoundDevice("emulator", free, index) for index, free in enumerate(free_bytes)])
     monkeypatch.setattr(devices, "CudaDevice", open_device)
+    # Captured graphs have room for more chunks than short texts fill, at the same price each for an emulator.
+    monkeypatch.setattr(program, "_FEWEST_CHUNKS", 2)
     if not checks:
         monkeypatch.setattr(devices, "check_device", lambda *_: None)
     return opened
