@@ -106,7 +106,7 @@ class Chat:
             message = self.attachments.take(text)
             if message is not None:
                 self.send(message)
-        elif not text.strip() or self.attachments.take_dropped(text):
+        elif not text.strip() or (not text.startswith("//") and self.attachments.take_dropped(text)):
             return
         elif text.startswith("/") and not text.startswith("//"):
             self._run_command(text)
