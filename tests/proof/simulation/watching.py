@@ -87,7 +87,8 @@ def watch_priorities(world: "World") -> None:
         left = [request for request in left if not isinstance(request.owner, Owner)]
         admitted = [request for request in waited if request.sequence is not None]
         lost = [request for request in active if request.sequence is None and not request.is_over]
-        had = Counter(request.owner for request in active if request.can_proceed)
+        # An owner whose only text has given way to a more urgent one of its own has none beside that.
+        had = Counter(request.owner for request in active if request.can_proceed and request not in lost)
         for loser in lost:
             keeps = any(one.owner == loser.owner and one.sequence is not None for one in running)
             is_fair = keeps and any(not had[one.owner] and priority(one) <= priority(loser) for one in admitted)
