@@ -15,7 +15,7 @@ from localinfer.models.media import folder_sizes as sizes
 from localinfer.models.media.cuts import Canvas, Cut, Plan, tiles
 from localinfer.models.media.folder_settings import MAX_AREA, PartSettings, ProcessorSettings
 from localinfer.models.media.folder_sizes import Size
-from localinfer.models.media.tile_packing import fewer
+from localinfer.models.media.patch_positions import fewer
 
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]

@@ -10,21 +10,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from localinfer.models.checkpoint.changes import (
-    FIRST_HALF,
     PLUS_ONE,
-    SECOND_HALF,
-    Change,
-    Moved,
     RowOrder,
     pairs_adjacent,
 )
 from localinfer.models.media.folder_pictures import most_tiles
 from localinfer.models.media.folder_processors import PictureProcessor
 from localinfer.models.media.folder_settings import PartSettings, ProcessorSettings
+from localinfer.models.media.folder_tower_names import (
+    GATED_PROJECTOR,
+    GEMMA4_LINEARS,
+    GLM_NAMES,
+    INTERNVL_NAMES,
+    LLAMA4_NAMES,
+    LLAVA_PROJECTOR,
+    MINICPM_NAMES,
+    PADDLE_NAMES,
+    QWEN_NAMES,
+    block_names,
+    columns_first,
+    patches_last,
+    pixtral_projector,
+    siglip_names,
+)
 from localinfer.models.media.mmproj import FOLDER_PROJECTORS, PICTURE_PROJECTORS, PictureConfig
 from localinfer.models.media.tower_file import Targets, To, TowerFile, TowerNames
 
@@ -149,93 +158,11 @@ def _side(settings: PartSettings, key: str) -> int:
     return settings.integer(key) if key in settings else 1
 
 
-def _blocks(root: str, targets: Targets, prefix: str = "v.blk.*") -> dict[str, str | To | tuple[To, ...]]:
-    """Names inside the blocks that are numbered after a root."""
-    found: dict[str, str | To | tuple[To, ...]] = {}
-    for name, entry in targets.items():
-        entries = entry if isinstance(entry, tuple) else (To(entry) if isinstance(entry, str) else entry,)
-        found[f"{root}.*.{name}"] = tuple(To(f"{prefix}.{one.name}", one.change) for one in entries)
-    return found
-
-
-# Rows of a matrix of patches as [row, column, channel], and kernels of two frames.
-_FRAMES = (
-    To("v.patch_embd.weight", Moved(lambda values: values[:, :, 0])),
-    To("v.patch_embd.weight.1", Moved(lambda values: values[:, :, 1])),
-)
-_FLAT = Moved(lambda values: values.reshape(-1))
-_TABLE = Moved(lambda values: values.reshape(values.shape[-2:]))
-
-
-def _patches_last(patch: int) -> Change:
-    """Kernels [out, row * column * channel] as [out, channel, row, column]."""
-    return Moved(lambda values: values.reshape(-1, patch, patch, 3).transpose(0, 3, 1, 2))
-
-
-_ATTENTION = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_out",
-}
-_SIGLIP_BLOCKS = _ATTENTION | {"layer_norm1": "ln1", "layer_norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
-
-
-def _siglip(root: str, has_last_norm: bool = True) -> dict[str, str | To | tuple[To, ...]]:
-    """SigLIP's and CLIP's names."""
-    found: dict[str, str | To | tuple[To, ...]] = {
-        f"{root}.embeddings.patch_embedding": "v.patch_embd",
-        f"{root}.embeddings.position_embedding": "v.position_embd",
-        f"{root}.embeddings.class_embedding": "v.class_embd",
-        f"{root}.pre_layrnorm": "v.pre_ln",
-        **_blocks(f"{root}.encoder.layers", _SIGLIP_BLOCKS),
-    }
-    return found | ({f"{root}.post_layernorm": "v.post_ln"} if has_last_norm else {})
-
-
-_QWEN_BLOCKS: Targets = {
-    "norm1": "ln1",
-    "norm2": "ln2",
-    "attn.qkv": "attn_qkv",
-    "attn.q": "attn_q",
-    "attn.k": "attn_k",
-    "attn.v": "attn_v",
-    "attn.proj": "attn_out",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-    "mlp.linear_fc1": "ffn_up",
-    "mlp.linear_fc2": "ffn_down",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_QWEN_NAMES: Targets = {
-    "visual.patch_embed.proj.weight": _FRAMES,
-    "visual.patch_embed.proj": "v.patch_embd",
-    "visual.pos_embed": "v.position_embd",
-    **_blocks("visual.blocks", _QWEN_BLOCKS),
-    "visual.merger.ln_q": "v.post_ln",
-    "visual.merger.mlp.0": "mm.0",
-    "visual.merger.mlp.2": "mm.2",
-    "visual.merger.norm": "v.post_ln",
-    "visual.merger.linear_fc1": "mm.0",
-    "visual.merger.linear_fc2": "mm.2",
-    "visual.deepstack_merger_list.*.norm": "v.deepstack.*.norm",
-    "visual.deepstack_merger_list.*.linear_fc1": "v.deepstack.*.fc1",
-    "visual.deepstack_merger_list.*.linear_fc2": "v.deepstack.*.fc2",
-    "visual.merger_list.*.ln_q": "v.deepstack.*.norm",
-    "visual.merger_list.*.mlp.0": "v.deepstack.*.fc1",
-    "visual.merger_list.*.mlp.2": "v.deepstack.*.fc2",
-}
-
-
 def _qwen_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
     layers = vision.get("deepstack_visual_indexes") or []
     if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < 1 << 10 for layer in layers):
         raise vision.wrong("deepstack_visual_indexes", "numbers of blocks")
-    return TowerNames(("visual",), _QWEN_NAMES, numbers={"v.deepstack.": layers})
+    return TowerNames(("visual",), QWEN_NAMES, numbers={"v.deepstack.": layers})
 
 
 def _qwen_fields(tower: Tower) -> dict[str, Any]:
@@ -287,23 +214,9 @@ _GLM_CLASS = {
     "rms_norm_eps": 1e-5,
     "image_size": 336,
 }
-_GLM_NAMES: Targets = {
-    "visual.patch_embed.proj.weight": _FRAMES,
-    "visual.patch_embed.proj": "v.patch_embd",
-    "visual.embeddings.position_embedding": "v.position_embd",
-    "visual.post_conv_layernorm": "v.norm_embd",
-    **_blocks("visual.blocks", _QWEN_BLOCKS),
-    "visual.post_layernorm": "v.post_ln",
-    "visual.downsample": "mm.patch_merger",
-    "visual.merger.proj": "mm.model.fc",
-    "visual.merger.post_projection_norm": "mm.post_norm",
-    "visual.merger.gate_proj": "mm.gate",
-    "visual.merger.up_proj": "mm.up",
-    "visual.merger.down_proj": "mm.down",
-}
 _GLM = TowerFamily(
     "glm4v",
-    lambda settings, vision: TowerNames(("visual",), _GLM_NAMES),
+    lambda settings, vision: TowerNames(("visual",), GLM_NAMES),
     _GLM_CLASS,
     lambda tower: _qwen_fields(tower) | {"projector_activation": ""},
     "num_heads",
@@ -314,21 +227,16 @@ _GLM = TowerFamily(
 def _clip_names(parts: tuple[str, ...], projector: Targets, unused: str = "") -> Callable[..., TowerNames]:
     """Names of a SigLIP or CLIP tower whose states are taken before its last norm."""
     found = TowerNames(
-        parts, _siglip(parts[0], False) | dict(projector), rf"{parts[0]}\.(post_layernorm|head)\..*{unused}"
+        parts, siglip_names(parts[0], False) | dict(projector), rf"{parts[0]}\.(post_layernorm|head)\..*{unused}"
     )
     return lambda settings, vision: found
 
 
 def _siglip_names(parts: tuple[str, ...], projector: Targets) -> Callable[..., TowerNames]:
-    found = TowerNames(parts, _siglip(parts[0]) | dict(projector), rf"{parts[0]}\.head\..*")
+    found = TowerNames(parts, siglip_names(parts[0]) | dict(projector), rf"{parts[0]}\.head\..*")
     return lambda settings, vision: found
 
 
-_LLAVA_PROJECTOR: Targets = {
-    "multi_modal_projector.linear_1": "mm.0",
-    "multi_modal_projector.linear_2": "mm.2",
-    "image_newline": "model.image_newline",
-}
 _LLAVA_PARTS = ("vision_tower", "multi_modal_projector", "image_newline")
 _CLIP_CLASS = {
     "num_attention_heads": 12,
@@ -384,20 +292,11 @@ def _pixtral_names(parts: tuple[str, ...], projector: Targets) -> Callable[..., 
         tower: Targets = {
             f"{root}.patch_conv": "v.patch_embd",
             f"{root}.ln_pre": "v.pre_ln",
-            **_blocks(f"{root}.transformer.layers", blocks),
+            **block_names(f"{root}.transformer.layers", blocks),
         }
         return TowerNames(parts, {**tower, **projector})
 
     return names
-
-
-def _pixtral_projector(root: str) -> Targets:
-    return {
-        f"{root}.norm": "mm.input_norm",
-        f"{root}.patch_merger.merging_layer": "mm.patch_merger",
-        f"{root}.linear_1": "mm.1",
-        f"{root}.linear_2": "mm.2",
-    }
 
 
 def _pixtral_fields(tower: Tower) -> dict[str, Any]:
@@ -449,48 +348,11 @@ def _inverse(settings: PartSettings, key: str) -> int:
     return round(1 / value)
 
 
-_INTERNVL_NAMES: Targets = {
-    "vision_tower.embeddings.cls_token": To("v.class_embd", _FLAT),
-    "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
-    "vision_tower.embeddings.position_embeddings": To("v.position_embd.weight", _TABLE),
-    **_blocks(
-        "vision_tower.encoder.layer",
-        {
-            "attention.q_proj": "attn_q",
-            "attention.k_proj": "attn_k",
-            "attention.v_proj": "attn_v",
-            "attention.projection_layer": "attn_out",
-            "attention.q_norm": "attn_q_norm",
-            "attention.k_norm": "attn_k_norm",
-            "lambda_1": "ls1.weight",
-            "lambda_2": "ls2.weight",
-            "layernorm_before": "ln1",
-            "layernorm_after": "ln2",
-            "mlp.fc1": "ffn_up",
-            "mlp.fc2": "ffn_down",
-        },
-    ),
-    "vision_tower.layernorm": "v.post_ln",
-    "multi_modal_projector.layer_norm": "mm.model.mlp.0",
-    "multi_modal_projector.linear_1": "mm.model.mlp.1",
-    "multi_modal_projector.linear_2": "mm.model.mlp.3",
-}
-_GEMMA4_LINEARS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_out",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 def _gemma4_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
     blocks: Targets = {
-        **_GEMMA4_LINEARS,
+        **GEMMA4_LINEARS,
         # Linears that may clamp have their matrix inside.
-        **{f"{name}.linear": target for name, target in _GEMMA4_LINEARS.items()},
+        **{f"{name}.linear": target for name, target in GEMMA4_LINEARS.items()},
         "input_layernorm": "ln1",
         "post_attention_layernorm": "attn_post_norm",
         "pre_feedforward_layernorm": "ln2",
@@ -500,10 +362,10 @@ def _gemma4_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNam
     }
     targets: Targets = {
         "vision_tower.patch_embedder.input_proj.weight": To(
-            "v.patch_embd.weight", _patches_last(vision.integer("patch_size"))
+            "v.patch_embd.weight", patches_last(vision.integer("patch_size"))
         ),
         "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
-        **_blocks("vision_tower.encoder.layers", blocks),
+        **block_names("vision_tower.encoder.layers", blocks),
         "vision_tower.std_bias": "v.std_bias",
         "vision_tower.std_scale": "v.std_scale",
         "embed_vision.embedding_projection": "mm.input_projection",
@@ -554,16 +416,9 @@ def _aya_fields(tower: Tower) -> dict[str, Any]:
     return _merged_fields(tower)
 
 
-_GATED_PROJECTOR: Targets = {
-    "multi_modal_projector.layernorm": "mm.input_norm",
-    "multi_modal_projector.linear_1": (To("mm.up", FIRST_HALF), To("mm.gate", SECOND_HALF)),
-    "multi_modal_projector.linear_2": "mm.down",
-}
-
-
 def _kimi_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
     heads = vision.integer("num_attention_heads")
-    turned = RowOrder(lambda num_rows: _columns_first(num_rows, heads))
+    turned = RowOrder(lambda num_rows: columns_first(num_rows, heads))
     blocks: Targets = {
         "norm0": "ln1",
         "norm1": "ln2",
@@ -577,20 +432,13 @@ def _kimi_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames
         "vision_tower.patch_embed.pos_emb": "v.position_embd",
         "vision_tower.encoder.patch_embed.proj": "v.patch_embd",
         "vision_tower.encoder.patch_embed.pos_emb": "v.position_embd",
-        **_blocks("vision_tower.encoder.blocks", blocks),
+        **block_names("vision_tower.encoder.blocks", blocks),
         "vision_tower.encoder.final_layernorm": "v.post_ln",
         "mm_projector.pre_norm": "mm.input_norm",
         "mm_projector.proj.0": "mm.1",
         "mm_projector.proj.2": "mm.2",
     }
     return TowerNames(("vision_tower", "mm_projector"), targets)
-
-
-def _columns_first(num_rows: int, num_heads: int) -> NDArray[np.intp]:
-    """Rows of queries and keys with the pairs that turn by columns before those that turn by rows, which alternate."""
-    rows = np.arange(num_rows).reshape(3, num_heads, -1)
-    pairs = rows[:2].reshape(2, num_heads, -1, 2, 2)
-    return np.concatenate([pairs.swapaxes(2, 3).reshape(-1), rows[2].reshape(-1)])
 
 
 def _kimi_fields(tower: Tower) -> dict[str, Any]:
@@ -619,27 +467,14 @@ def _minicpm_fields(tower: Tower) -> dict[str, Any]:
     }
 
 
-_MINICPM_NAMES: Targets = {
-    "vision_tower.vit_merger.layer_norm1": "v.vit_merger.ln1",
-    **{f"vision_tower.vit_merger.{name}": f"v.vit_merger.{target}" for name, target in _ATTENTION.items()},
-    "vision_tower.vit_merger.pre_norm": "v.vit_merger.ds_ln",
-    "vision_tower.vit_merger.linear_1": "v.vit_merger.ds_ffn_up",
-    "vision_tower.vit_merger.linear_2": "v.vit_merger.ds_ffn_down",
-    "merger.mlp.0.pre_norm": "mm.input_norm",
-    "merger.mlp.0.linear_1": "mm.up",
-    "merger.mlp.0.linear_2": "mm.down",
-}
-_PADDLE_NAMES: Targets = {"mlp_AR.pre_norm": "mm.input_norm", "mlp_AR.linear_1": "mm.1", "mlp_AR.linear_2": "mm.2"}
-
-
 def _paddle_fields(tower: Tower) -> dict[str, Any]:
     return _qwen_fields(tower) | {"table_resize": "linear", "projector_epsilon": 1e-5}
 
 
 def _lfm2_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
-    patches = To("v.patch_embd.weight", _patches_last(vision.integer("patch_size")))
+    patches = To("v.patch_embd.weight", patches_last(vision.integer("patch_size")))
     targets: Targets = {
-        **_siglip("vision_tower"),
+        **siglip_names("vision_tower"),
         "vision_tower.embeddings.patch_embedding.weight": patches,
         "multi_modal_projector.layer_norm": "mm.input_norm",
         "multi_modal_projector.linear_1": "mm.1",
@@ -654,29 +489,6 @@ def _lfm2_fields(tower: Tower) -> dict[str, Any]:
         "merge": config.integer("downsample_factor", high=64),
         "projector_activation": activation(config, "projector_hidden_act"),
     }
-
-
-_LLAMA4_NAMES: Targets = {
-    "vision_model.patch_embedding.linear": "v.patch_embd",
-    "vision_model.class_embedding": "v.class_embd",
-    "vision_model.positional_embedding_vlm": "v.position_embd.weight",
-    "vision_model.layernorm_pre": "v.pre_ln",
-    "vision_model.layernorm_post": "v.post_ln",
-    **_blocks(
-        "vision_model.model.layers",
-        _ATTENTION
-        | {
-            "self_attn.o_proj": "attn_out",
-            "input_layernorm": "ln1",
-            "post_attention_layernorm": "ln2",
-            "mlp.fc1": "ffn_up",
-            "mlp.fc2": "ffn_down",
-        },
-    ),
-    "vision_model.vision_adapter.mlp.fc1": "mm.model.mlp.1",
-    "vision_model.vision_adapter.mlp.fc2": "mm.model.mlp.2",
-    "multi_modal_projector.linear_1": "mm.model.fc",
-}
 
 
 def _llama4_fields(tower: Tower) -> dict[str, Any]:
@@ -730,21 +542,21 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     ),
     "mistral3": TowerFamily(
         "pixtral",
-        _pixtral_names(("vision_tower", "multi_modal_projector"), _pixtral_projector("multi_modal_projector")),
+        _pixtral_names(("vision_tower", "multi_modal_projector"), pixtral_projector("multi_modal_projector")),
         _PIXTRAL_CLASS,
         _pixtral_fields,
         extra=_BREAK,
     ),
     "pixtral": TowerFamily(
         "pixtral",
-        _pixtral_names(("vision_tower", "multi_modal_projector"), _pixtral_projector("multi_modal_projector")),
+        _pixtral_names(("vision_tower", "multi_modal_projector"), pixtral_projector("multi_modal_projector")),
         _PIXTRAL_CLASS,
         _pixtral_fields,
         extra=_BREAK,
     ),
     "lighton_ocr": TowerFamily(
         "lightonocr",
-        _pixtral_names(("vision_encoder", "vision_projection"), _pixtral_projector("vision_projection")),
+        _pixtral_names(("vision_encoder", "vision_projection"), pixtral_projector("vision_projection")),
         _PIXTRAL_CLASS,
         _pixtral_fields,
     ),
@@ -759,7 +571,7 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     ),
     "internvl": TowerFamily(
         "internvl",
-        lambda settings, vision: TowerNames(("vision_tower", "multi_modal_projector"), _INTERNVL_NAMES),
+        lambda settings, vision: TowerNames(("vision_tower", "multi_modal_projector"), INTERNVL_NAMES),
         {
             "num_attention_heads": 16,
             "patch_size": [14, 14],
@@ -773,18 +585,18 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     ),
     **dict.fromkeys(
         ("llava", "llava_next"),
-        TowerFamily("mlp", _clip_names(_LLAVA_PARTS, _LLAVA_PROJECTOR), _CLIP_CLASS, _llava_fields),
+        TowerFamily("mlp", _clip_names(_LLAVA_PARTS, LLAVA_PROJECTOR), _CLIP_CLASS, _llava_fields),
     ),
     "llava_onevision": TowerFamily(
         "mlp",
-        _clip_names(_LLAVA_PARTS, _LLAVA_PROJECTOR),
+        _clip_names(_LLAVA_PARTS, LLAVA_PROJECTOR),
         _SIGLIP_CLASS | {"patch_size": 14, "image_size": 384},
         _llava_fields,
     ),
     "lfm2_vl": TowerFamily("lfm2", _lfm2_names, _SIGLIP_CLASS, _lfm2_fields),
     "llama4": TowerFamily(
         "llama4",
-        lambda settings, vision: TowerNames(("vision_model", "multi_modal_projector"), _LLAMA4_NAMES),
+        lambda settings, vision: TowerNames(("vision_model", "multi_modal_projector"), LLAMA4_NAMES),
         {
             "num_attention_heads": 16,
             "patch_size": 14,
@@ -798,10 +610,10 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     ),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), _GLM),
     "aya_vision": TowerFamily(
-        "gated", _clip_names(_PROJECTOR_PARTS, _GATED_PROJECTOR), _SIGLIP_CLASS | {"patch_size": 14}, _aya_fields
+        "gated", _clip_names(_PROJECTOR_PARTS, GATED_PROJECTOR), _SIGLIP_CLASS | {"patch_size": 14}, _aya_fields
     ),
     "cohere2_vision": TowerFamily(
-        "gated", _siglip_names(_PROJECTOR_PARTS, _GATED_PROJECTOR), _SIGLIP_CLASS, _merged_fields
+        "gated", _siglip_names(_PROJECTOR_PARTS, GATED_PROJECTOR), _SIGLIP_CLASS, _merged_fields
     ),
     "paligemma": TowerFamily(
         "idefics3", _siglip_names(_PROJECTOR_PARTS, {"multi_modal_projector.linear": "mm.model.fc"}), _SIGLIP_CLASS
@@ -821,13 +633,13 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     ),
     "minicpmv4_6": TowerFamily(
         "minicpmv4_6",
-        _siglip_names(("vision_tower", "merger"), _MINICPM_NAMES),
+        _siglip_names(("vision_tower", "merger"), MINICPM_NAMES),
         _SIGLIP_CLASS | {"num_attention_heads": 16, "patch_size": 14, "image_size": 980},
         _minicpm_fields,
     ),
     "paddleocr_vl": TowerFamily(
         "paddleocr",
-        _siglip_names(("visual", "mlp_AR"), _PADDLE_NAMES),
+        _siglip_names(("visual", "mlp_AR"), PADDLE_NAMES),
         _SIGLIP_CLASS | {"num_attention_heads": 16, "patch_size": 14, "image_size": 384, "spatial_merge_size": 2},
         _paddle_fields,
     ),

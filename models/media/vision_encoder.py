@@ -18,6 +18,7 @@ from localinfer.models.media.patch_positions import (
     Resize,
     Rotary,
     blocks_order,
+    encode_tiles,
     gathered,
     inverse_order,
     joined_patches,
@@ -26,7 +27,6 @@ from localinfer.models.media.patch_positions import (
     window_order,
 )
 from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, buffer_bytes, graph_writer
-from localinfer.models.media.tile_packing import encode_tiles
 from localinfer.models.media.vision_blocks import ACTIVATIONS, BlockShape, optional_norm, write_block
 from localinfer.models.media.vision_families import FAMILIES, Table, VisionFamily, write_deepstack
 from localinfer.types import FloatArray

@@ -15,9 +15,8 @@ from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.encoder import MediaEncoder
 from localinfer.models.media.folder_media import FolderMedia, open_folder_media
 from localinfer.models.media.folder_towers import TOWER_FAMILIES
-from localinfer.models.media.patch_positions import Resize, resized_table
+from localinfer.models.media.patch_positions import Resize, encode_tiles, fewer, resized_table
 from localinfer.models.media.records import EncoderInput
-from localinfer.models.media.tile_packing import encode_tiles, fewer
 from localinfer.models.media.tower_file import To, TowerFile, TowerNames, canonical_name
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, StoredTensor, open_folder
