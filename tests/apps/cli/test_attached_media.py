@@ -1,6 +1,7 @@
 """Pictures and sounds with a message of the terminal's chat: by command, dragged in, from the clipboard, by -p."""
 
 import base64
+import io
 import re
 import sys
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_what_is_no_picture_is_said_and_not_attached(session: Session, fake_llm:
 def test_one_message_with_a_picture_is_answered(
     tmp_path: Path, photo: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     model = str(seeing_demo(tmp_path))
     given = ["chat", "-m", model, "-p", "What is it?", "--no-history", "-n", "3", "--temperature", "0"]
     assert main([*given, "--image", str(photo), "--stats"]) == 3
