@@ -303,7 +303,7 @@ _SAMPLING = _refuse("""
     grammar_lazy grammar_triggers: a grammar holds from the first token on; leave it out
     lora lora_adapters: load the model with the option you want instead
     draft_model: start the server with --draft
-    image_data images mm_processor_kwargs multi_modal_uuids: this server reads text only
+    image_data images mm_processor_kwargs multi_modal_uuids: give pictures and sounds as parts of messages
     options: give its members beside messages, under their names here
     extra_body: give its members beside the others: clients do that before they send
 """)
@@ -464,7 +464,7 @@ FORMS = KnownFields({}, {}, takes_unknown=False)
 MESSAGE_MEMBERS = KnownFields(
     {},
     _refuse("""
-        images image image_url videos video video_url input_audio audios files file: this server reads text only
+        images image image_url videos video video_url input_audio audios files file: give them as parts of content
         citations documents: write them into the content
     """),
 )
