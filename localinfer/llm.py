@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, check_number, check_path, owned
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from localinfer.engine.engine import EngineStats
     from localinfer.engine.speculation.verify import Speculation
     from localinfer.generation.chat.constraints import ConstraintCompiler
+    from localinfer.generation.chat.media_parts import MediaSource
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
-    from localinfer.generation.media import MediaModel
+    from localinfer.generation.media import MediaModel, MediaReader
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
@@ -158,12 +159,16 @@ class LLM(Closing):
         template, tokenizer, constraints = self._model.chat_template, self._model.tokenizer, self._constraints
         if template is None or tokenizer is None or constraints is None:
             return None
-        reader = None
-        if self._media is not None:
-            from localinfer.generation.media import MediaReader
+        return ChatModel(self._engine, tokenizer, template, constraints, self._media_reader)
 
-            reader = MediaReader(self._media, tokenizer, template)
-        return ChatModel(self._engine, tokenizer, template, constraints, reader)
+    @property
+    def _media_reader(self) -> MediaReader | None:
+        """The reader of pictures and sounds; None for a model of words."""
+        if self._media is None or self._model.chat_template is None:
+            return None
+        from localinfer.generation.media import MediaReader
+
+        return self._once("media", partial(MediaReader, self._media, self.tokenizer, self._model.chat_template))
 
     @property
     def _embedder(self) -> TextEmbedder:
@@ -225,12 +230,28 @@ class LLM(Closing):
         template = self._model.chat_template
         return template is not None and template.source is not None and not template.is_fallback
 
+    def encode_prompt(
+        self, parts: Sequence[str | MediaSource], *, parse_special: bool = False, max_tokens: int | None = None
+    ) -> EncodedPrompt:
+        """Encode texts, and pictures and sounds between them, as a prompt for `complete` and `stream`.
+
+        parts: texts, and what `read_media_part` makes of parts of messages. max_tokens: a text of more is not read on.
+        Raises: MessageError for what the model does not read, RequestError, ContextLengthError.
+        """
+        if self._media_reader is not None:
+            return self._media_reader.encode_parts(parts, parse_special=parse_special, max_tokens=max_tokens)
+        from localinfer.generation.chat.messages import check_no_media
+
+        check_no_media([{"content": list(parts)}])
+        return self._encode("".join(map(str, parts)), parse_special, max_tokens)
+
     def complete(
-        self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
+        self, prompt: Prompt | EncodedPrompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> Completion:
         """Continue a prompt, as it is: no chat template.
 
-        prompt: text, which gets the model's beginning-of-text token, or token ids, which are taken as they are.
+        prompt: text, which gets the model's beginning-of-text token, or token ids, which are taken as they are, or what
+            `encode_prompt` made.
         parse_special: read the names of special tokens in the text as those tokens.
         options: see GenerationOptions. Without max_tokens it ends at an end token or the end of the context.
         Raises: RequestError, ContextLengthError, ClosedError.
@@ -246,7 +267,7 @@ class LLM(Closing):
         return await complete_in_thread(lambda one: self.stream(given, parse_special=parse_special, **one), options)
 
     def stream(
-        self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
+        self, prompt: Prompt | EncodedPrompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> TextStream:
         """Continue a prompt like `complete`, and yield an event per token as it comes; closing the stream cancels."""
         from localinfer.generation.text_generation import TextGeneration

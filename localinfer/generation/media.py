@@ -23,11 +23,13 @@ from localinfer.generation.chat.media_parts import (
     MediaKind,
     MediaSource,
     Segments,
+    check_spells_none,
     cut_segments,
     is_marker,
     kind_of,
     split_at_markers,
 )
+from localinfer.generation.text_generation import EncodedPrompt
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.types import FloatArray
 
@@ -170,6 +172,30 @@ class MediaReader:
             numbers[message, source.kind] += 1
             media.append(ReadMedia(self._hold(source), _place(source, message, numbers[message, source.kind])))
         return media
+
+    def encode_parts(
+        self, parts: Sequence[str | MediaSource], *, parse_special: bool = False, max_tokens: int | None = None
+    ) -> EncodedPrompt:
+        """Encode a prompt of texts, and of pictures and sounds between them; the first token begins a text.
+
+        Options: as of `Tokenizer.encode`. Raises: as `read`; ContextLengthError for a long text of more than
+        `max_tokens`.
+        """
+        media = self.read([part for part in parts if isinstance(part, MediaSource)])
+        segments = []
+        for part in parts:
+            if isinstance(part, str):
+                check_spells_none(part, "the prompt")
+            segments.append((part, parse_special) if isinstance(part, str) else (part.marker, False))
+        bos = self._tokenizer.bos_token_id
+        first = [bos] if self._tokenizer.adds_bos and bos is not None else []
+        runs = [run for one in media for run in one.held.runs]
+        return EncodedPrompt(
+            [*first, *self.encode_segments(segments, max_tokens=max_tokens)],
+            len(first),
+            media=named_runs(runs, media),
+            notices=tuple(notice for one in media for notice in one.notices),
+        )
 
     def encode_segments(
         self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None

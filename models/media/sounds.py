@@ -50,6 +50,11 @@ class SoundLimits:
             )
 
 
+def is_sound(data: bytes) -> bool:
+    """True for bytes that begin as a file of sound does."""
+    return data.startswith(_HEADERS) and data[8:12] != b"WEBP"
+
+
 def read_sound(source: SoundSource, *, rate: int | None = None, limits: SoundLimits | None = None) -> Samples:
     """Read and decode a sound: float32 [samples] at 16 kHz.
 

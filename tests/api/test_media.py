@@ -9,6 +9,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import ContextLengthError, MessageError, ModelFileError, RequestError
+from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.llm import LLM
 from tests.support.seeing_model import PICTURE_ROWS, picture_file, seeing_demo, write_mmproj
 
@@ -59,6 +60,25 @@ def test_a_picture_changes_the_answer_and_is_read_once(llm: LLM) -> None:
     two = llm.chat(asked(image(PIXELS), image(PIXELS[::-1])), **GREEDY)
     assert two.stats.prompt_tokens == first.stats.prompt_tokens + PICTURE_ROWS
     assert two.stats.cached_tokens >= PICTURE_ROWS
+
+
+def test_a_prompt_without_a_template_may_have_pictures_between_texts(llm: LLM) -> None:
+    source = MediaSource("image", picture_file(seed=3), "prompt[1]")
+    ids = [llm.tokenizer.encode("One", True), llm.tokenizer.encode(" two", False)]
+    prompt = llm.encode_prompt(["One", source, " two"])
+    words = [token_id for token_id in prompt.token_ids if token_id >= 0]
+    assert words == [*ids[0], *ids[1]] and len(prompt.token_ids) == len(words) + PICTURE_ROWS
+    first, again = (llm.complete(prompt, **GREEDY) for _ in range(2))
+    assert first.token_ids == again.token_ids and again.stats.cached_tokens == again.stats.prompt_tokens - 1
+    assert llm.encode_prompt(["One", " two"]).token_ids == llm.tokenizer.encode("One two")
+    with pytest.raises(MessageError, match="stands for a picture"):
+        llm.encode_prompt([source.marker, source])
+    with pytest.raises(MessageError, match="is a sound"):
+        llm.encode_prompt([MediaSource("audio", b"RIFF", "prompt[0]")])
+    with localinfer.load(threads=1, disk_cache=False) as blind:
+        assert blind.encode_prompt(["One", " two"]).token_ids == blind.tokenizer.encode("One two")
+        with pytest.raises(MessageError, match="reads text only"):
+            blind.encode_prompt(["One", source])
 
 
 def test_the_encoder_runs_once_for_a_picture_in_any_chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def flattened(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any
     sources: list[MediaSource] = []
     flat: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        _check_spells_none(message, f"messages[{index}]")
+        check_spells_none(message, f"messages[{index}]")
         content = message.get("content")
         if isinstance(content, list):
             sources += [part for part in content if isinstance(part, MediaSource)]
@@ -163,7 +163,8 @@ def flattened(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any
     return flat, sources
 
 
-def _check_spells_none(value: object, path: str) -> None:
+def check_spells_none(value: object, path: str) -> None:
+    """Raise MessageError for a text, at any depth of a value, that spells a marker."""
     if isinstance(value, str):
         found = _MARKER.search(value)
         if found is not None:
@@ -173,10 +174,10 @@ def _check_spells_none(value: object, path: str) -> None:
             )
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            _check_spells_none(inner, f"{path}.{name}")
+            check_spells_none(inner, f"{path}.{name}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            _check_spells_none(inner, f"{path}[{index}]")
+            check_spells_none(inner, f"{path}[{index}]")
 
 
 def _bytes_of(value: object, kind: MediaKind, name: str, path: str) -> bytes:

@@ -13,12 +13,13 @@ import localinfer
 from localinfer.apps.server.router.model_folder import model_source
 from localinfer.apps.server.transport.settings import ServerSettings
 from tests.apps.server.local_servers import serving
-from tests.support.seeing_model import PICTURE_ROWS, picture_file, seeing_demo
+from tests.support.seeing_model import PICTURE_ROWS, picture_file, seeing_demo, sound_file
 
 pytestmark = pytest.mark.system
 pytest.importorskip("PIL", reason="Pillow is an optional package")
 DATA = base64.b64encode(picture_file()).decode()
 URL = f"data:image/png;base64,{DATA}"
+SOUND = base64.b64encode(sound_file()).decode()
 TEXT = "What is it?"
 
 
@@ -143,6 +144,57 @@ def test_tokens_of_pictures_are_counted_before(seeing: httpx.Client) -> None:
     path, body = WAYS["a block"]
     counted = seeing.post(f"{path}/count_tokens", json={"model": "demo-f16", "messages": body["messages"]}).json()
     assert counted["input_tokens"] == prompt_tokens(post(seeing, path, body).json())
+
+
+def completed(client: httpx.Client, prompt: Any) -> httpx.Response:
+    return client.post("/completion", json={"prompt": prompt, "n_predict": 4, "temperature": 0})
+
+
+def test_markers_of_a_prompt_take_the_files_beside_it_in_order(seeing: httpx.Client) -> None:
+    other = base64.b64encode(picture_file(1)).decode()
+    text = completed(seeing, "See  and ").json()["tokens_evaluated"]
+    prompts = [
+        {"prompt_string": "See <__media__> and <__media__>", "multimodal_data": files}
+        for files in ([DATA, other], [other, DATA])
+    ]
+    both = completed(seeing, prompts)
+    assert both.status_code == 200, both.text
+    for one in both.json():
+        assert text <= one["tokens_evaluated"] - 2 * PICTURE_ROWS <= text + 2
+        assert one["prompt"].replace(" ", "").endswith("Seeand")
+    again = completed(seeing, prompts[0]).json()
+    assert again["content"] == both.json()[0]["content"] and again["timings"]["prompt_n"] == 1
+    assert completed(seeing, {"prompt_string": "<__media__>", "multimodal_data": [DATA]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"prompt_string": "a <__media__>", "multimodal_data": [DATA, DATA]}, "1 times, and multimodal_data 2 files"),
+        ({"prompt_string": "a", "multimodal_data": [DATA]}, "0 times, and multimodal_data 1 files"),
+        ({"prompt_string": "<__media__>", "multimodal_data": DATA}, "in a list"),
+        ({"multimodal_data": [DATA]}, "prompt_string"),
+        ({"prompt_string": "<__media__>", "multimodal_data": [5]}, "prompt.multimodal_data[0] is no file"),
+        ({"prompt_string": "<__media__>", "multimodal_data": ["?"]}, "no base64"),
+        ({"prompt_string": "<__media__>", "multimodal_data": ["AAAA"]}, "unknown format"),
+        (
+            ["a", {"prompt_string": "<__media__>", "multimodal_data": [SOUND]}],
+            "prompt[1].multimodal_data[0] is a sound",
+        ),
+    ],
+)
+def test_files_of_a_prompt_that_cannot_be_read_are_named(seeing: httpx.Client, prompt: Any, words: str) -> None:
+    answer = completed(seeing, prompt)
+    assert answer.status_code == 400 and words in answer.text, answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/embeddings"])
+def test_routes_of_words_refuse_files_of_a_prompt(seeing: httpx.Client, path: str) -> None:
+    name = {"/v1/completions": "prompt", "/tokenize": "content"}.get(path, "input")
+    beside = seeing.post(path, json={name: "a", "multimodal_data": [DATA]})
+    inside = seeing.post(path, json={name: {"prompt_string": "<__media__>", "multimodal_data": [DATA]}})
+    assert inside.status_code == 400 and inside.json()["error"]["param"] == name
+    assert beside.status_code == 400 and beside.json()["error"]["param"] == "multimodal_data", beside.text
 
 
 @pytest.mark.filterwarnings("ignore")

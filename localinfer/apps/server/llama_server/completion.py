@@ -23,6 +23,7 @@ from localinfer.apps.server.api.serving import (
 from localinfer.apps.server.replies.fields import (
     CacheSalt,
     GenerationFields,
+    MediaPieces,
     Pieces,
     ProbabilityCount,
     SlotNumber,
@@ -32,11 +33,12 @@ from localinfer.apps.server.replies.fields import (
     encode_pieces,
     first_limit,
     given,
+    media_pieces,
     read_prompts,
     seeded,
 )
 from localinfer.apps.server.replies.reply import Reply, TextPlan
-from localinfer.apps.server.replies.service import Service, caller_options, read_body, service_of
+from localinfer.apps.server.replies.service import Service, caller_options, prepared, read_body, service_of
 from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import COMPLETIONS, KnownFields, Refusal
 from localinfer.engine.sampling.filters import keep_candidates, scaled
@@ -46,9 +48,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from localinfer.generation.stream import Stats, StreamEvent, TextStream
+    from localinfer.generation.text_generation import EncodedPrompt
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.types import TokenLogprobs
+
+    Encoder = Callable[..., list[int] | EncodedPrompt]
 
 
 OFF_VALUES: Mapping[str, Mapping[str, Any]] = {
@@ -184,7 +189,7 @@ KNOWN = KnownFields(
     },
     {
         **{name: refusal for name, refusal in COMPLETIONS.refused.items() if name not in _READ},
-        "multimodal_data": Refusal("this server reads text only"),
+        "multimodal_data": Refusal('write it into prompt, as {"prompt_string": ..., "multimodal_data": [...]}'),
         "adaptive_target": Refusal("send typical_p", (None, -1, -1.0)),
         "adaptive_decay": Refusal("leave it out", (None, 0, 0.0, 0.9)),
         "n_keep": Refusal("send context_shift, which keeps the first token and the recent half", (None, 0, -1)),
@@ -349,17 +354,32 @@ _NOT_TIMINGS = ("cache_miss", "notices")
 async def completion(request: Request) -> Response:
     """Continue prompts."""
     body = await read_body(request, LlamaCompletionRequest)
-    prompts = read_prompts(body.prompt, "prompt", at_most=_MOST_PROMPTS)
-
-    def encode(llm: "LLM", pieces: Pieces, max_tokens: int | None) -> list[int]:
-        return encode_pieces(llm.tokenizer, pieces, add_special=True, parse_special=True, max_tokens=max_tokens)
-
-    return await serve_completion(request, body, [partial(encode, pieces=pieces) for pieces in prompts])
+    return await serve_completion(request, body, await prepared(request, _encoders, body.prompt))
 
 
-async def serve_completion(
-    request: Request, body: LlamaFields, prompts: "Sequence[Callable[..., list[int]]]"
-) -> Response:
+def _encoders(prompt: Any) -> "list[Encoder]":
+    """A function for each prompt. Raises: ApiError."""
+    if isinstance(prompt, list) and any(isinstance(one, dict) for one in prompt) and len(prompt) <= _MOST_PROMPTS:
+        return [encoder for index, one in enumerate(prompt) for encoder in _of_one(one, f"prompt[{index}]")]
+    return _of_one(prompt, "prompt")
+
+
+def _of_one(prompt: Any, path: str) -> "list[Encoder]":
+    parts = media_pieces(prompt, path)
+    if parts is not None:
+        return [partial(_encode_media, parts=parts)]
+    return [partial(_encode, pieces=pieces) for pieces in read_prompts(prompt, path, at_most=_MOST_PROMPTS)]
+
+
+def _encode(llm: "LLM", pieces: Pieces, max_tokens: int | None) -> list[int]:
+    return encode_pieces(llm.tokenizer, pieces, add_special=True, parse_special=True, max_tokens=max_tokens)
+
+
+def _encode_media(llm: "LLM", parts: MediaPieces, max_tokens: int | None) -> "EncodedPrompt":
+    return llm.encode_prompt(parts, parse_special=True, max_tokens=max_tokens)
+
+
+async def serve_completion(request: Request, body: LlamaFields, prompts: "Sequence[Encoder]") -> Response:
     """Continue prompts that are functions of a model and of the most tokens they may have, and give their ids.
 
     Raises: ApiError.
@@ -386,9 +406,7 @@ async def serve_completion(
 class _Text:
     """One text of a request: its prompt, options and result. copy: index among those of one prompt."""
 
-    def __init__(
-        self, body: LlamaFields, options: Mapping[str, Any], encode: "Callable[..., list[int]]", copy: int
-    ) -> None:
+    def __init__(self, body: LlamaFields, options: Mapping[str, Any], encode: "Encoder", copy: int) -> None:
         self.copy = copy
         self.options: dict[str, Any] = dict(options)
         self.settings: dict[str, Any] = {}
@@ -418,8 +436,8 @@ class _Text:
                 after_sampling=bool(body.post_sampling_probs),
                 is_constrained="constraint" in options,
             )
-        prompt_ids = self._encode(llm, max_tokens=None if self.settings.get("context_shift") else llm.context_length)
-        return llm.stream(prompt_ids, **seeded({**options, **caller}, self.copy))
+        prompt = self._encode(llm, max_tokens=None if self.settings.get("context_shift") else llm.context_length)
+        return llm.stream(prompt, **seeded({**options, **caller}, self.copy))
 
 
 class _Writer(ReplyWriter):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from localinfer.apps.server.replies.media_fields import media_file
 from localinfer.apps.server.replies.message_fields import joined_text
 from localinfer.apps.server.transport.http import ApiError, check_object, unsupported
 from localinfer.apps.server.transport.known_fields import FORMS
@@ -15,6 +16,7 @@ from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.arguments import MAX_PRIORITY
 from localinfer.engine.sampling.params import MAX_LOGPROBS, MAX_SEED, NUMBER_OPTIONS, NumberOption
 from localinfer.errors import TokenIdError
+from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.generation.options import Constraint, Grammar, JsonObject, JsonSchema, Regex, StructuralTag
 
 if TYPE_CHECKING:
@@ -479,6 +481,10 @@ def split_prompts(prompts: Prompts, field: str, *, at_most: int) -> list[str | S
 
 Pieces = Sequence[str | int]
 """A prompt: texts and token ids, in order."""
+MediaPieces = Sequence[str | MediaSource]
+"""A prompt with pictures and sounds between its texts."""
+_MARKER = "<__media__>"
+"""Stands in llama-server's prompts for the next of the files beside them."""
 _MEDIA = ("multimodal_data", "image_data")
 _MAX_ID = (1 << 31) - 1
 _WANTED_IDS = "give ids of this model's vocabulary, from 0, as /tokenize gives them"
@@ -494,6 +500,31 @@ def read_prompts(prompt: Any, field: str, *, at_most: int) -> list[Pieces]:
             raise ApiError(400, f"{field} has {len(prompt)} prompts; give at most {at_most} at a time", param=field)
         return [_pieces(one, f"{field}[{index}]") for index, one in enumerate(prompt)]
     return [_pieces(prompt, field)]
+
+
+def media_pieces(prompt: Any, path: str) -> MediaPieces | None:
+    """A prompt with pictures or sounds, each in a marker's place; None for one that has none. Raises: ApiError."""
+    if not isinstance(prompt, dict) or not (files := prompt.get("multimodal_data")):
+        return None
+    text = prompt.get("prompt_string")
+    if not isinstance(text, str) or not isinstance(files, list):
+        raise ApiError(
+            400,
+            f"{path} has multimodal_data; give files in base64, in a list, and the text as prompt_string",
+            param=path,
+        )
+    texts = text.split(_MARKER)
+    if len(texts) != len(files) + 1:
+        raise ApiError(
+            400,
+            f"{path}.prompt_string has {_MARKER} {len(texts) - 1} times, and multimodal_data {len(files)} files; write "
+            "it once for each",
+            param=path,
+        )
+    pieces: list[str | MediaSource] = [texts[0]]
+    for index, (file, behind) in enumerate(zip(files, texts[1:], strict=True)):
+        pieces += [media_file(file, f"{path}.multimodal_data[{index}]"), behind]
+    return pieces
 
 
 def encode_pieces(
@@ -558,7 +589,11 @@ def _pieces(prompt: Any, path: str) -> Pieces:
 def _object_texts(prompt: dict[str, Any], path: str) -> Iterator[str]:
     for name in _MEDIA:
         if prompt.get(name):
-            raise unsupported(f"{path}.{name} has media, and this server reads text only; leave it out", path)
+            raise unsupported(
+                f"{path}.{name} has pictures or sounds, which /completion takes as prompt_string and multimodal_data, "
+                "and chats take in messages; leave it out, or ask there",
+                path,
+            )
     match prompt:
         case {"prompt_string": str(text)}:
             yield text

@@ -13,6 +13,7 @@ from typing import Any
 from localinfer.apps.server.transport.http import ApiError, check_object, unsupported
 from localinfer.apps.server.transport.known_fields import MESSAGE_PARTS
 from localinfer.generation.chat.media_parts import MediaKind, MediaSource
+from localinfer.models.media.sounds import is_sound
 
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.ASCII | re.IGNORECASE)
 _SHAPES: Mapping[str, tuple[MediaKind, str, str]] = {
@@ -44,6 +45,14 @@ def media_part(part: object, path: str) -> MediaSource | None:
     if not isinstance(value, str) or not value:
         raise ApiError(400, f"{place} is missing; give the bytes of a file as base64, or a data: URL", param=path)
     return MediaSource(kind, decoded(value, place, path), path)
+
+
+def media_file(text: object, path: str) -> MediaSource:
+    """A picture or sound that is told by its bytes. Raises: ApiError."""
+    if not isinstance(text, str) or not text:
+        raise ApiError(400, f"{path} is no file; give its bytes as base64", param=path)
+    data = decoded(text, path, path)
+    return MediaSource("audio" if is_sound(data) else "image", data, path)
 
 
 def decoded(text: str, place: str, path: str) -> bytes:

@@ -260,7 +260,7 @@ class Reply:
     def prompt_text(self, index: int) -> str:
         """The prompt of a text as the model read it, special tokens as they are spelled; "" before it was begun."""
         tokenizer, found = self.llm.tokenizer, self._texts[index].prompt_ids
-        ids = [] if found is None else found[found < tokenizer.vocab_size].tolist()
+        ids = [] if found is None else found[(found >= 0) & (found < tokenizer.vocab_size)].tolist()
         return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
     async def start(self) -> None:

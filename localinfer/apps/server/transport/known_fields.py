@@ -360,6 +360,7 @@ COMPLETIONS = KnownFields(
         tools: ask /v1/chat/completions
         input_prefix input_extra: write it into prompt
         input_suffix: send suffix
+        multimodal_data image_data: ask /completion, or a chat
     """),
 )
 RESPONSES = KnownFields(
@@ -424,6 +425,7 @@ EMBEDDINGS = KnownFields(
         normalize=true embd_normalize=2: vectors have the length 1; leave it out
         input_type task prompt_name: write the model's instruction before the text
         content messages: send input
+        multimodal_data image_data: vectors are made of words
     """),
 )
 RERANK = KnownFields(
@@ -443,6 +445,7 @@ TEXTS = KnownFields(
     _refuse("""
         messages: ask /apply-template, or /v1/chat/completions/input_tokens
         text: send content
+        multimodal_data image_data: ask /v1/chat/completions/input_tokens, which counts the tokens of pictures
     """),
 )
 SPEECH = KnownFields(
