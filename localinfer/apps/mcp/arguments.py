@@ -5,14 +5,56 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from localinfer.generation.chat.media_parts import MediaSource, read_media_part
+
 _MOST_TEXTS = 256
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    """Text, as MCP's content has it."""
+
+    text: str
+
+
+class _FilePart(msgspec.Struct, tag_field="type", kw_only=True):
+    """A file of MCP's content, whose bytes say what it is."""
+
+    data: Annotated[str, Meta(description="The bytes of the file, in base64.")]
+    mime_type: str | None = msgspec.field(default=None, name="mimeType")
+
+
+class ImagePart(_FilePart, tag="image"):
+    """A picture (PNG, JPEG, WebP, GIF, BMP), for a model that sees."""
+
+
+class AudioPart(_FilePart, tag="audio"):
+    """A sound (WAV, FLAC, Ogg, MP3, AIFF), for a model that hears."""
+
+
+Content = str | Annotated[list[TextPart | ImagePart | AudioPart], Meta(min_length=1, max_length=_MOST_TEXTS)]
+
+
+def content_of(content: Content, path: str) -> str | list[dict[str, Any] | MediaSource]:
+    """Content as messages have it. path: of the argument. Raises: MessageError."""
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any] | MediaSource] = []
+    for index, part in enumerate(content):
+        if isinstance(part, TextPart):
+            parts.append({"type": "text", "text": part.text})
+        else:
+            kind = "image" if isinstance(part, ImagePart) else "audio"
+            source = read_media_part({"type": kind, "data": part.data}, f"{path}[{index}]")
+            assert source is not None, "of a type that is read"
+            parts.append(source)
+    return parts
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: Content
 
 
 Temperature = Annotated[float, Meta(ge=0, le=100, description="0 always takes the likeliest token.")]
@@ -23,7 +65,7 @@ MaxTokens = Annotated[int, Meta(ge=1, le=1 << 31, description="Most tokens to wr
 class ChatArguments(msgspec.Struct, forbid_unknown_fields=True):
     """Ask the local language model, and get its answer. It knows nothing but what it is told here."""
 
-    message: Annotated[str, Meta(description="What to ask or tell the model.")]
+    message: Annotated[Content, Meta(description="What to ask or tell the model: text, or parts of text and pictures.")]
     system: Annotated[str, Meta(description="How the model should answer, put before everything else.")] | None = None
     history: (
         Annotated[list[Message], Meta(max_length=1000, description="Earlier messages of the conversation, in order.")]

@@ -36,6 +36,7 @@ from localinfer.apps.mcp.arguments import (
     TokenizeArguments,
     Tokens,
     Vectors,
+    content_of,
     schema_of,
 )
 from localinfer.errors import LocalinferError
@@ -197,9 +198,12 @@ class ModelServer:
 
     async def _chat(self, context: Context, arguments: ChatArguments) -> Generated:
         llm = await self._model()
-        messages = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        messages += [{"role": one.role, "content": one.content} for one in arguments.history or ()]
-        messages.append({"role": "user", "content": arguments.message})
+        messages: list[dict[str, Any]] = []
+        if arguments.system is not None:
+            messages.append({"role": "system", "content": arguments.system})
+        for index, one in enumerate(arguments.history or ()):
+            messages.append({"role": one.role, "content": content_of(one.content, f"history[{index}].content")})
+        messages.append({"role": "user", "content": content_of(arguments.message, "message")})
         options = _given(arguments, "max_tokens temperature seed")
         if arguments.json_schema is not None:
             options["constraint"] = JsonSchema(arguments.json_schema)

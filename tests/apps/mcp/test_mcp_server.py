@@ -1,12 +1,14 @@
 """`localinfer mcp` over standard input and output, as the client of the official package starts it."""
 
 import asyncio
+import base64
 import json
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +104,39 @@ def test_what_is_wrong_is_an_answer_that_says_so() -> None:
         assert not (await client.call_tool("tokenize", {"text": "Hi."})).is_error
 
     in_process(lambda stopping: localinfer.load(threads=1, kv_memory=32 << 20), use)
+
+
+def test_pictures_are_arguments_of_a_model_that_sees(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="Pillow is an optional package")
+    from tests.support.seeing_model import picture_file, seeing_demo
+
+    file = base64.b64encode(picture_file()).decode()
+    picture = {"type": "image", "data": file, "mimeType": "image/png", "annotations": {"audience": ["assistant"]}}
+    parts = [picture, {"type": "text", "text": "What is it?"}]
+    history = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A dog."}]
+    chat = [{"role": "user", "content": [{**parts[0], "image": picture_file()}, parts[1]]}, history[1]]
+    options = {"temperature": 0, "max_tokens": 4}
+
+    async def use(client: Any) -> None:
+        called = (await client.call_tool("chat", {"message": parts, **options})).structured_content
+        again = await client.call_tool("chat", {"message": "Why?", "history": history, **options})
+        assert called["prompt_tokens"] == counted[0] and called["text"] == answered
+        assert again.structured_content["prompt_tokens"] == counted[1]
+        for wrong, words in (
+            ({"type": "image", "data": "?"}, "message[0].data is no base64"),
+            ({"type": "image", "data": "AAAA"}, "unknown format"),
+            ({"type": "audio", "data": file}, "message[0] is a sound"),
+            ({"type": "image"}, "data"),
+            ({"type": "resource_link", "uri": "file:///etc/passwd"}, "resource_link"),
+        ):
+            refused = await client.call_tool("chat", {"message": [wrong]})
+            assert refused.is_error and words in refused.content[0].text, refused.content
+
+    path = seeing_demo(tmp_path)
+    with localinfer.load(path, threads=1, disk_cache=False) as llm:
+        answered = llm.chat(chat[:1], **options).text
+        counted = [llm.count_chat_tokens(one) for one in (chat[:1], [*chat, {"role": "user", "content": "Why?"}])]
+    in_process(lambda stopping: localinfer.load(path, threads=1, disk_cache=False), use)
 
 
 def in_process(load: Callable[[threading.Event], Any], use: Callable[[Any], Awaitable[None]]) -> None:
