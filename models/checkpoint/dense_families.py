@@ -1,6 +1,4 @@
-"""Dense model types: Llama's, Qwen's and Gemma's kin with RMS norms, also with experts in the same layers; GPT's form
-with layer norms, and Cohere's.
-"""
+"""Dense model types: Llama's, Qwen's and Gemma's kin with RMS norms, GPT's form with layer norms, and Cohere's."""
 
 from dataclasses import replace
 
@@ -27,14 +25,11 @@ from localinfer.models.checkpoint.family import (
     NORMS,
     NORMS_BEHIND,
     RELU_SQUARED,
-    SHARED_EXPERT,
     SILU,
-    SPARSE_EXPERTS,
     W_NAMES,
     Family,
     Metadata,
     Source,
-    experts,
     gated,
     named_window,
     normed_experts,
@@ -97,19 +92,6 @@ def _smollm3(settings: Settings) -> Metadata:
         settings.put("use_sliding_window", False)
     switch_windows(settings, lambda layer: not turning[layer])
     return {"attention.rope_pattern": [int(entry) for entry in turning]}
-
-
-def _qwen2_moe(settings: Settings) -> Metadata:
-    first_without = settings.integer("max_window_layers", 28)
-    switch_windows(settings, lambda layer: layer % 2 == 0 and layer < first_without)
-    shared = settings.integer("shared_expert_intermediate_size")
-    return {**normed_experts(settings), "expert_shared_feed_forward_length": shared}
-
-
-def _qwen3_moe(settings: Settings) -> Metadata:
-    one_window(settings)
-    switch_windows(settings, lambda layer: True)
-    return normed_experts(settings)
 
 
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
@@ -278,21 +260,8 @@ _HUNYUAN = Family(
 DENSE: dict[str, Family] = {
     "llama": Family(architecture="llama", blocks=LLAMA, rows_permuted=True),
     "mistral": Family(architecture="llama", blocks=LLAMA, rows_permuted=True, has_windows=True, metadata=one_window),
-    "mixtral": Family(
-        architecture="llama",
-        blocks={**NORMS, **ATTENTION, **SPARSE_EXPERTS},
-        rows_permuted=True,
-        has_windows=True,
-        metadata=lambda settings: {**experts(settings), **one_window(settings)},
-    ),
     "qwen2": Family(architecture="qwen2", blocks=LLAMA, has_windows=True, metadata=qwen_windows),
-    "qwen2_moe": Family(
-        architecture="qwen2moe", blocks={**LLAMA, **EXPERTS, **SHARED_EXPERT}, has_windows=True, metadata=_qwen2_moe
-    ),
     "qwen3": Family(architecture="qwen3", blocks={**LLAMA, **HEAD_NORMS}, has_windows=True, metadata=qwen_windows),
-    "qwen3_moe": Family(
-        architecture="qwen3moe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, has_windows=True, metadata=_qwen3_moe
-    ),
     "gemma": Family(
         architecture="gemma",
         blocks=LLAMA,

@@ -34,6 +34,7 @@ from localinfer.models.checkpoint.family import (
     NORMS,
     NORMS_BEHIND,
     ROUTER_BIAS,
+    SHARED_EXPERT,
     SHARED_EXPERTS,
     SIGMOID,
     SPARSE_EXPERTS,
@@ -46,6 +47,7 @@ from localinfer.models.checkpoint.family import (
     normed_experts,
     one_window,
     repeat_layer_types,
+    switch_windows,
 )
 from localinfer.models.checkpoint.settings import Settings
 
@@ -363,7 +365,33 @@ _GLM4_MOE = replace(
 )
 
 
+def _qwen2_moe(settings: Settings) -> Metadata:
+    first_without = settings.integer("max_window_layers", 28)
+    switch_windows(settings, lambda layer: layer % 2 == 0 and layer < first_without)
+    shared = settings.integer("shared_expert_intermediate_size")
+    return {**normed_experts(settings), "expert_shared_feed_forward_length": shared}
+
+
+def _qwen3_moe(settings: Settings) -> Metadata:
+    one_window(settings)
+    switch_windows(settings, lambda layer: True)
+    return normed_experts(settings)
+
+
 MIXTURES: dict[str, Family] = {
+    "mixtral": Family(
+        architecture="llama",
+        blocks={**NORMS, **ATTENTION, **SPARSE_EXPERTS},
+        rows_permuted=True,
+        has_windows=True,
+        metadata=lambda settings: {**experts(settings), **one_window(settings)},
+    ),
+    "qwen2_moe": Family(
+        architecture="qwen2moe", blocks={**LLAMA, **EXPERTS, **SHARED_EXPERT}, has_windows=True, metadata=_qwen2_moe
+    ),
+    "qwen3_moe": Family(
+        architecture="qwen3moe", blocks={**LLAMA, **HEAD_NORMS, **EXPERTS}, has_windows=True, metadata=_qwen3_moe
+    ),
     "afmoe": Family(
         architecture="afmoe",
         blocks={
