@@ -94,6 +94,9 @@ class Layout(IntEnum):
 GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("INT"))
 """Layouts of rows in GGUF files: all of them have CPU kernels, and one that looks rows up."""
 
+PAIRED_LAYOUTS = tuple(layout for layout in Layout if Layout.Q8_0 <= layout <= Layout.IQ4_XS)
+"""Layouts whose codes are whole bytes or nibbles, vectors of which lie in pairs in a tile where `isa.pairs_rows`."""
+
 CUDA_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.INT8_32)
 """Layouts that CUDA kernels read."""
 

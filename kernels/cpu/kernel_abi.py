@@ -1,5 +1,7 @@
 """Layout shared by Python and the compiled kernels besides parameter blocks: control block, codes and sizes."""
 
+from localinfer.kernels.jit import isa
+
 SCRATCH_BYTES = 1 << 17
 """Memory of each thread, for the op that it is in."""
 
@@ -55,6 +57,16 @@ MUST_WAKE = 24
 # Quantized activations: per row int8[K], then one record per block of 32.
 RECORD_BYTES = 20
 """Scale f32, scale * sum f32, -8 * sum i32, and the same of each half i32, i32."""
+PAIR_BYTES = 128
+"""Of a block of two rows, where rows are in pairs (`isa.pairs_rows`): eight columns of each by turns, then records.
+
+A record's floats stand twice: those of both rows, and once more; its integers once. 8 bytes are left over. A row's
+address is that of its first column: the second row's is 8 more than the first's.
+"""
+PAIR_BIAS = 1 << 15
+"""Added to the integers of such records, so that they are not negative: two of them are changed as one number."""
+PAIR_CODES = 64
+"""Bytes of such a block before the records."""
 
 # Attention.
 CHUNK = 128
@@ -114,9 +126,15 @@ SOURCE_F32, SOURCE_F16, SOURCE_BF16 = 0, 1, 2
 
 
 def activation_row_bytes(num_columns: int) -> int:
-    """Bytes of one row of quantized activations, whole cache lines."""
+    """Bytes of one row of quantized activations, whole cache lines; of one row of a pair where rows are in pairs."""
+    if isa.pairs_rows():
+        return num_columns // 32 * PAIR_BYTES // 2
     return (num_columns + num_columns // 32 * RECORD_BYTES + 63) // 64 * 64
 
+
+IN_PAIRS = 16
+"""Added to a TILE_FIELD's kind where two vectors after each other, with the columns c and c + 4 of sixteen rows, become
+one with both columns of rows 0 to 7, and one of rows 8 to 15."""
 
 CHECKSUM_LANES = 32
 """Words that a checksum is folded into: as many as four registers of eight hold, to hide how long a product takes."""

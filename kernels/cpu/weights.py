@@ -6,16 +6,18 @@ tile, consecutively or at steps. Some kinds of field permute bits; none loses an
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS
 from localinfer.kernels.cpu.memory import Arena, address, placed
 from localinfer.kernels.cpu.parameters import PACK_TILES
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import Function, Kernel
-from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, check_bytes, num_tiles, tile_bytes
+from localinfer.kernels.layouts import PAIRED_LAYOUTS, SIZES, TILE_ROWS, Layout, check_bytes, num_tiles, tile_bytes
 
 _STEP_BYTES = 8 << 20
 """Bytes of the file that are packed at a time, so that little of it is in memory."""
@@ -93,9 +95,27 @@ def _with_steps(field: tuple[int, ...]) -> tuple[int, ...]:
     return field if len(field) == 7 else (*field, width, 128 if kind == _EVERY_OTHER else TILE_ROWS * width)
 
 
-_FIELD_TABLES = {
-    layout: placed(np.array([_with_steps(field) for field in fields], np.int64)) for layout, fields in _FIELDS.items()
-}
+_SIGNED = {(Layout.Q8_0, _BIAS): _COPY, (Layout.INT8_32, _COPY): _BIAS}
+"""Kinds of fields whose bytes are multiplied as they are by products of pairs, which take them as signed."""
+
+
+def _in_pairs(layout: Layout, field: tuple[int, ...]) -> tuple[int, ...]:
+    """A field for products of pairs, if it is one of vectors of codes."""
+    width, file_offset, items, tile_offset, kind, *steps = field
+    if layout not in PAIRED_LAYOUTS or width != 4 or items % 2 or tile_offset < SIZES[layout].header_bytes:
+        return field
+    return width, file_offset, items, tile_offset, _SIGNED.get((layout, kind), kind) + IN_PAIRS, *steps
+
+
+def fields_of(layout: Layout, in_pairs: bool) -> list[tuple[int, ...]]:
+    """TILE_FIELD blocks of a layout, for products of pairs of rows or of single ones."""
+    fields = [_with_steps(field) for field in _FIELDS[layout]]
+    return [_in_pairs(layout, field) for field in fields] if in_pairs else fields
+
+
+@cache
+def _field_table(layout: Layout, in_pairs: bool) -> NDArray[np.int64]:
+    return placed(np.array(fields_of(layout, in_pairs), np.int64))
 
 
 @dataclass(frozen=True)
@@ -158,7 +178,7 @@ def pack(
     matrix_bytes = num_rows * row_bytes
     tiles = num_tiles(num_rows)
     packed = (arena or Arena(0)).take(num_experts * tiles * bytes_per_tile)
-    fields = _FIELD_TABLES[layout]
+    fields = _field_table(layout, isa.pairs_rows())
     tiles_per_step = max(1, _STEP_BYTES // bytes_per_tile)
     pending: list[NDArray[np.int64]] = []
     first_byte = 0

@@ -18,6 +18,7 @@ class ISA(Enum):
     AVX512_VNNI = "avx512vnni"
     AVX_VNNI = "avxvnni"
     AVX2 = "avx2"
+    NEON_I8MM = "i8mm"
     NEON_DOTPROD = "neon"
     GENERIC = "generic"
 
@@ -29,9 +30,14 @@ _NEEDED_FEATURES: dict[ISA, list[frozenset[str]]] = {
     ISA.AVX512_VNNI: [_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}],
     ISA.AVX_VNNI: [_AVX2 | {"avxvnni"}, _AVX2 | {"avx512vnni", "avx512vl"}],
     ISA.AVX2: [_AVX2],
+    ISA.NEON_I8MM: [frozenset({"neon", "dotprod", "i8mm"})],
     ISA.NEON_DOTPROD: [frozenset({"neon", "dotprod"})],
     ISA.GENERIC: [frozenset()],
 }
+
+
+NEON = frozenset({ISA.NEON_I8MM, ISA.NEON_DOTPROD})
+"""Paths of arm64's vectors of 128 bits."""
 
 
 def runs_on(path: ISA, features: Collection[str]) -> bool:
@@ -43,6 +49,11 @@ def available() -> list[ISA]:
     """The paths that this CPU can run, best first."""
     features = [name for name, is_there in host_features().items() if is_there]
     return [path for path in ISA if runs_on(path, features)]
+
+
+def pairs_rows() -> bool:
+    """True if products are of small matrices: of pairs of rows, of weights and of activations, stored side by side."""
+    return SELECTED is ISA.NEON_I8MM
 
 
 def select(wanted: str | None) -> ISA:

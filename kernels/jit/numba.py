@@ -14,6 +14,7 @@ from numba import types
 
 from localinfer.errors import MissingPackageError
 from localinfer.kernels.jit import isa, numba_target
+from localinfer.kernels.jit.host import is_arm64
 from localinfer.kernels.jit.object_cache import symbol, target_machine
 
 _KINDS = {"q": types.int64, "d": types.float64}
@@ -99,7 +100,7 @@ def compile_kernel(name: str) -> bytes:
 
 def optimised(module: Any, machine: Any) -> Any:
     """A module of LLVM after the passes of kernels; what it was made of may be changed."""
-    if isa.SELECTED is isa.ISA.NEON_DOTPROD:
+    if isa.SELECTED in isa.NEON and is_arm64(machine.triple):
         module = llvm.parse_assembly(_tuned(str(module)))
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(module, passes)

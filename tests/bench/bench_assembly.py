@@ -24,18 +24,23 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor with dot products that LLVM has a model of."""
+    """A processor that LLVM has a model of, and the instructions that its kernels use."""
 
     model: str
     """LLVM's name of the processor, and of its model."""
     gigahertz: float
     """Clock that cycles are converted with."""
+    path: ISA = ISA.NEON_DOTPROD
+    """Instruction set of its kernels."""
+    features: str = "+neon,+dotprod"
+    """LLVM's names of what that needs."""
 
 
 PROCESSORS = {
     "n1": Processor("neoverse-n1", 2.5),
     "v2": Processor("neoverse-v2", 2.8),
     "m1": Processor("apple-m1", 3.2),
+    "v2-i8mm": Processor("neoverse-v2", 2.8, ISA.NEON_I8MM, "+neon,+dotprod,+i8mm"),
 }
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -168,7 +173,8 @@ def emit(name: str, products: Sequence[str]) -> None:
 
     for part in ("targets", "asmprinters"):
         getattr(llvm, f"initialize_all_{part}")()
-    target = (ISA.NEON_DOTPROD, TRIPLE, PROCESSORS[name].model, "+neon,+dotprod")
+    processor = PROCESSORS[name]
+    target = (processor.path, TRIPLE, processor.model, processor.features)
     for product in products:
         layout, _, rows = product.partition(":")
         machine, module = made(target, *tile(Layout[layout], int(rows)))
@@ -183,7 +189,7 @@ def main() -> None:
         "--layouts", nargs="+", default=[one.name for one in Layout], choices=[one.name for one in Layout]
     )
     parser.add_argument("--common", action="store_true", help="only the layouts that most files have")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--llvm-mca", default=shutil.which("llvm-mca-19") or shutil.which("llvm-mca") or "llvm-mca")
     parser.add_argument(
         "--emit", nargs="+", metavar=("PROCESSOR", "LAYOUT:ROWS"), help="print the assembly of products"
@@ -196,7 +202,7 @@ def main() -> None:
     products = [(layout, rows) for layout in layouts for rows in options.rows]
     for name in options.processors:
         processor = PROCESSORS[name]
-        print(f"\n{processor.model} at {processor.gigahertz} GHz\n")
+        print(f"\n{processor.model} at {processor.gigahertz} GHz, {processor.path.value}\n")
         print("| layout | rows | instructions | cycles | bytes/instruction | GB/s | MAC/cycle | spills |")
         print("|---|---:|---:|---:|---:|---:|---:|---:|")
         for (layout, rows), listing in zip(
@@ -205,6 +211,9 @@ def main() -> None:
             columns = 4 if is_float(layout) else SIZES[layout].unit
             num_bytes = columns // SIZES[layout].unit * SIZES[layout].unit_bytes
             one = figures(options.llvm_mca, listing, layout, processor)
+            if not one.instructions:
+                # No kernel takes so many rows at once.
+                continue
             found = [
                 *(f"{one.instructions:.0f}", f"{one.cycles:.0f}", f"{num_bytes / one.instructions:.1f}"),
                 f"{num_bytes / one.cycles * processor.gigahertz:.1f}",

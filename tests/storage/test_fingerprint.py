@@ -73,7 +73,7 @@ def test_each_change_changes_its_own_part_and_the_key(name: str):
 
 MACHINES = {
     ("aarch64-unknown-linux-gnu", "neoverse-n1"): ISA.NEON_DOTPROD,
-    ("arm64-apple-darwin25", "apple-m2"): ISA.NEON_DOTPROD,
+    ("arm64-apple-darwin25", "apple-m2"): ISA.NEON_I8MM,
     ("aarch64-unknown-linux-gnu", "cortex-a72"): ISA.GENERIC,
     ("x86_64-pc-windows-msvc", "haswell"): ISA.AVX2,
     ("x86_64-unknown-linux-gnu", "znver5"): ISA.AVX512_VNNI,

@@ -1,6 +1,6 @@
 """Products of layouts whose codes are numbers: blocks of 32 columns, groups of them, super-blocks of 256."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localinfer.kernels.cpu.compiled.emit import F32, I8, I16, I32, Value, vector
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
@@ -14,7 +14,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     scale = tile.floats(header)
     column = emit.builder.mul(block, emit.i64(32))
     records = tile.records(block)
-    fifth = tile.load_codes(codes, 4) if layout in (Layout.Q5_0, Layout.Q5_1) else None
+    fifth = tile.load_bits(codes, 256) if layout in (Layout.Q5_0, Layout.Q5_1) else None
 
     if layout is Layout.Q8_0:
         dots = [tile.biased_start(record) for record in records]
@@ -28,13 +28,16 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
             dots = [tile.started_from(record, MINUS_8_SUM, shift) for record in records]
         else:
             dots = tile.no_dots(block)
-        for j in range(4):
-            tile.prefetch(block, sizes.unit_bytes, j, 4)
-            loaded = tile.load_codes(codes, j)
-            for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-                if fifth is not None:
-                    nibbles = emit.builder.or_(nibbles, tile.moved_bits(fifth, 4 * half + j, 1, 4))
-                dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
+        for halves, again in tile.halves():
+            for j in range(4):
+                tile.prefetch(block, sizes.unit_bytes, j, 4)
+                loaded = tile.load_codes(again(codes), j)
+                both = tile.low(loaded), tile.high(loaded)
+                for half in halves:
+                    nibbles = both[half]
+                    if fifth is not None:
+                        nibbles = emit.builder.or_(nibbles, tile.column_bits(fifth, 0, 1, 4 * half + j, 4))
+                    dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
     totals = tile.add_dots(totals, dots, scale, records)
     if layout in (Layout.Q4_1, Layout.Q5_1):
         totals = tile.add_minimums(totals, tile.floats(header, 32), records)
@@ -51,7 +54,7 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
     blocks, block_bytes = sizes.unit // 32, 512 if is_byte else 256
     header, body = tile.parts(group)
     scale = tile.floats(header)
-    zero = b.sext(tile.values(header, I16, 32), tile.vector(I32))
+    zero = tile.spread(b.sext(tile.values(header, I16, 32), tile.vector(I32)))
     first = b.mul(group, emit.i64(blocks))
 
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
@@ -60,7 +63,7 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
         column = b.mul(block, emit.i64(32))
         records = tile.records(block)
         if is_byte:
-            offset = b.sub(zero, tile.constant(I32, 128))
+            offset = b.sub(zero, emit.splat_constant(I32, 128, tile.lanes))
             biases = [tile.biased_start(record) for record in records]
             dots = [
                 b.add(bias, b.mul(offset, tile.minus_sum(record))) for bias, record in zip(biases, records, strict=True)
@@ -68,14 +71,16 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
         else:
             dots = [tile.started(b.mul(zero, tile.minus_sum(record))) for record in records]
         vectors = block_bytes // 64
-        for j in range(vectors):
-            tile.prefetch(block, sizes.unit_bytes // blocks, j, vectors)
-            loaded = tile.load_codes(codes, j)
-            if is_byte:
-                dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
-                continue
-            for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-                dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
+        for halves, again in tile.halves(1 if is_byte else 2):
+            for j in range(vectors):
+                tile.prefetch(block, sizes.unit_bytes // blocks, j, vectors)
+                loaded = tile.load_codes(again(codes), j)
+                if is_byte:
+                    dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
+                    continue
+                both = tile.low(loaded), tile.high(loaded)
+                for half in halves:
+                    dots = tile.dot(dots, both[half], column, 16 * half + 4 * j)
         return tile.add_dots(totals, dots, scale, records)
 
     if blocks == 1:
@@ -110,13 +115,24 @@ def _six_bit_scales(
     """Scales and minimums of blocks 2p and 2p + 1 of a Q4_K or Q5_K super-block, times d and -dmin."""
     emit, b = tile.emit, tile.emit.builder
     packed = tile.at(header, pair, 48)
-    kind = I8 if emit.is_neon else I32
-    words = [tile.values(packed, I8, 64 + 16 * i) for i in range(3)]
-    words = words if kind is I8 else [b.zext(word, tile.vector(I32)) for word in words]
-    low = [b.and_(word, tile.constant(kind, 63)) for word in words]
-    parts = [b.shl(b.lshr(word, tile.constant(kind, 6)), tile.constant(kind, 2 * i)) for i, word in enumerate(words)]
-    first_minimum = b.or_(b.or_(parts[0], parts[1]), parts[2])
-    to_float = emit.bytes_to_floats if kind is I8 else emit.to_float
+    if emit.is_neon:
+        words = [tile.some_bytes(packed, 64 + 16 * i) for i in range(3)]
+        low = [b.and_(word, emit.splat_constant(I8, 63, word.type.count)) for word in words]
+        upper = b.lshr(words[2], emit.splat_constant(I8, 2, words[2].type.count))
+        first_minimum = emit.inserted(emit.inserted(upper, words[1], 4), words[0], 6)
+
+        def to_float(code: Value) -> Value:
+            return emit.bytes_to_floats(code, tile.count)
+    else:
+        words = [tile.values(packed, I8, 64 + 16 * i) for i in range(3)]
+        words = [b.zext(word, tile.vector(I32)) for word in words]
+        low = [b.and_(word, tile.constant(I32, 63)) for word in words]
+        parts = [b.shl(b.lshr(word, tile.constant(I32, 6)), tile.constant(I32, 2 * i)) for i, word in enumerate(words)]
+        first_minimum = b.or_(b.or_(parts[0], parts[1]), parts[2])
+
+        def to_float(code: Value) -> Value:
+            return emit.to_float(code)
+
     scales = [emit.mul(d, to_float(code)) for code in low[:2]]
     minimums = [emit.mul(minus_dmin, to_float(code)) for code in (first_minimum, low[2])]
     return scales, minimums
@@ -129,29 +145,39 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
     fifth_bits = body if tile.layout is Layout.Q5_K else None
     codes_start = b.add(body, emit.i64(512)) if fifth_bits is not None else body
     first_unit = b.mul(super_block, emit.i64(4))
-    d, minus_dmin = tile.floats(header), b.fneg(tile.floats(header, 32))
+
+    def factors(place: Value) -> tuple[Value, Value]:
+        return tile.floats(place), b.fneg(tile.floats(place, 32))
+
+    # NEON's registers do not hold them beside the sums of eight rows.
+    held = None if emit.is_neon and tile.num_rows == 8 else factors(header)
 
     def pair_body(pair: Value, totals: list[Value]) -> Sequence[Value]:
         unit = b.add(first_unit, pair)
         codes = tile.at(codes_start, pair, 512)
         column = b.mul(unit, emit.i64(64))
-        scaled = None if emit.is_neon else _six_bit_scales(tile, header, pair, d, minus_dmin)
+        scaled = None if emit.is_neon else _six_bit_scales(tile, header, pair, *(held or factors(header)))
         blocks = [b.mul(unit, emit.i64(2)), b.add(b.mul(unit, emit.i64(2)), emit.i64(1))]
-        shift = b.trunc(b.mul(pair, emit.i64(2)), I16) if fifth_bits is not None else None
+        first_bit = b.trunc(b.mul(pair, emit.i64(2)), I8 if emit.is_neon else I16)
         for halves, again in tile.turns(range(2)):
             dots = {half: tile.no_dots(blocks[half]) for half in halves}
             for j in range(8):
                 tile.prefetch(unit, sizes.unit_bytes // 4, j, 8)
                 loaded = tile.load_codes(again(codes), j)
-                bits = None if fifth_bits is None else _shifted(tile, tile.load_codes(again(fifth_bits), j), shift)
+                fifth = None if fifth_bits is None else _bits_from(tile, again(fifth_bits), j, first_bit)
                 both = tile.low(loaded), tile.high(loaded)
                 for half in halves:
                     nibbles = both[half]
-                    if bits is not None:
-                        nibbles = b.or_(nibbles, tile.moved_bits(bits, half, 1, 4))
+                    if fifth is not None:
+                        nibbles = b.or_(nibbles, fifth(half))
                     dots[half] = tile.dot(dots[half], nibbles, column, 32 * half + 4 * j)
-            # NEON's registers do not hold them beside the sums.
-            scales, minimums = scaled or _six_bit_scales(tile, header, pair, d, minus_dmin)
+            if scaled is None:
+                place = header if held else emit.opaque(header, pair)
+                found = _six_bit_scales(tile, place, pair, *(held or factors(place)))
+                scaled = None if held else found
+            else:
+                found = scaled
+            scales, minimums = found
             for half in halves:
                 records = tile.records(blocks[half])
                 totals = tile.add_dots(totals, dots[half], scales[half], records)
@@ -159,6 +185,21 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(4), 1, totals, pair_body)
+
+
+def _bits_from(tile: Tile, place: Value, vector_number: int, first: Value) -> Callable[[int], Value]:
+    """Two bits of every byte of a vector, from one on that is no constant; returns what makes one a fifth bit."""
+    emit = tile.emit
+    bits = tile.load_codes(place, vector_number)
+    if not emit.is_neon:
+        shifted = _shifted(tile, bits, first)
+        return lambda number: tile.moved_bits(shifted, number, 1, 4)
+
+    def bit(number: int) -> Value:
+        distance = emit.splat(emit.builder.sub(I8(4 - number), first), bits.type.count)
+        return emit.builder.and_(emit.shifted(bits, distance), emit.splat_constant(I8, 16, bits.type.count))
+
+    return bit
 
 
 def _shifted(tile: Tile, codes: Value, distance: Value) -> Value:

@@ -60,13 +60,27 @@ def _iq4_block(
     column = emit.builder.mul(block, emit.i64(32))
     records = tile.records(block)
     dots = [tile.biased_start(record) for record in records]
-    for j in range(4):
-        tile.prefetch(block, num_bytes, j, 4)
-        loaded = tile.load_codes(codes, j)
-        for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-            levels = emit.lookup_levels(IQ4_LEVELS, nibbles)
-            dots = tile.dot(dots, levels, column, 16 * half + 4 * j, emit.dot_levels)
+    for halves, again in tile.halves():
+        for j in range(4):
+            tile.prefetch(block, num_bytes, j, 4)
+            loaded = tile.load_codes(again(codes), j)
+            both = tile.low(loaded), tile.high(loaded)
+            for half in halves:
+                levels = emit.lookup_levels(IQ4_LEVELS, both[half])
+                dots = tile.dot(dots, levels, column, 16 * half + 4 * j, emit.dot_levels)
     return tile.add_dots(totals, dots, scale, records)
+
+
+def _e2m1_codes(tile: Tile) -> Sequence[int]:
+    """Numbers that codes of E2M1 are multiplied as, signed where products take it."""
+    return [code - 12 for code in E2M1_CODES] if tile.takes_signed else E2M1_CODES
+
+
+def _e2m1_starts(tile: Tile, records: list[Any], field: int) -> list[Value]:
+    """Starts of dot products with these codes, from the sums of the activations in a field."""
+    if tile.takes_signed:
+        return [tile.no_dot(record) for record in records]
+    return [tile.minus_12_sum(record, field) for record in records]
 
 
 def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
@@ -81,13 +95,15 @@ def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     scale = emit.bitcast(b.select(is_subnormal, subnormal, normal), tile.vector(F32))
     column = b.mul(block, emit.i64(32))
     records = tile.records(block)
-    dots = [tile.minus_12_sum(record, MINUS_8_SUM) for record in records]
-    for j in range(4):
-        tile.prefetch(block, tile.sizes.unit_bytes, j, 4)
-        loaded = tile.load_codes(codes, j)
-        for half, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-            doubled = emit.lookup(E2M1_CODES, nibbles)
-            dots = tile.dot(dots, doubled, column, 16 * half + 4 * j)
+    dots = _e2m1_starts(tile, records, MINUS_8_SUM)
+    for halves, again in tile.halves():
+        for j in range(4):
+            tile.prefetch(block, tile.sizes.unit_bytes, j, 4)
+            loaded = tile.load_codes(again(codes), j)
+            both = tile.low(loaded), tile.high(loaded)
+            for half in halves:
+                doubled = emit.lookup(_e2m1_codes(tile), both[half])
+                dots = tile.dot(dots, doubled, column, 16 * half + 4 * j)
     return tile.add_dots(totals, dots, scale, records)
 
 
@@ -103,12 +119,12 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
         records = tile.records(block)
         for half in range(2):
             group = 2 * index + half
-            dots = [tile.minus_12_sum(record, MINUS_8_HALF + 4 * half) for record in records]
+            dots = _e2m1_starts(tile, records, MINUS_8_HALF + 4 * half)
             for j in range(2):
                 tile.prefetch(unit, tile.sizes.unit_bytes, 2 * group + j, 8)
                 loaded = tile.load_codes(body, 2 * group + j)
                 for part, nibbles in enumerate((tile.low(loaded), tile.high(loaded))):
-                    doubled = emit.lookup(E2M1_CODES, nibbles)
+                    doubled = emit.lookup(_e2m1_codes(tile), nibbles)
                     dots = tile.dot(dots, doubled, column, 16 * half + 8 * part + 4 * j)
             scale = _half_of_e4m3(tile, b.lshr(scales, tile.constant(I32, 8 * group)))
             totals = tile.add_dots(totals, dots, scale, records)

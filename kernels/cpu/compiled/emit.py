@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import is_arm64
-from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.isa import ISA, NEON
 
 LANES = 16
 
@@ -73,7 +73,7 @@ class Emitter:
         self.triple: str = context.codegen().magic_tuple()[0]
         self.is_arm64 = is_arm64(self.triple)
         self.isa = target_isa(context)
-        self.is_neon = self.isa is ISA.NEON_DOTPROD
+        self.is_neon = self.isa in NEON
         self._converts_halves = _converts_halves(context)
         self.has_byte_permutes = self.isa is ISA.AVX512_VNNI and "avx512vbmi" in _target_features(context)
         """Bytes can be shuffled and shifted across a whole vector of 64 (AVX-512 VBMI)."""
@@ -353,20 +353,29 @@ class Emitter:
             ]
         return vectors
 
-    def bytes_to_floats(self, codes: Value) -> Value:
-        """Unsigned bytes as float32.
+    def bytes_to_floats(self, codes: Value, count: int) -> Value:
+        """The first `count` of unsigned bytes as float32; only with NEON.
 
-        With NEON they become the last bits of 2**23, which is taken off again: there, conversions take two turns.
+        They become the last bits of 2**23, which is taken off again, because conversions take two turns.
         """
-        count = codes.type.count
-        if not self.is_neon:
-            return self.to_float(self.builder.zext(codes, vector(I32, count)))
-        places = [place for lane in range(count) for place in (lane, count + lane)]
-        halves = self.builder.shuffle_vector(codes, self.splat_constant(I8, 0, count), self.constants(I32, places))
+        size = codes.type.count
+        places = [place for lane in range(count) for place in (lane, size + lane)]
+        halves = self.builder.shuffle_vector(codes, self.splat_constant(I8, 0, size), self.constants(I32, places))
         pairs = self.bitcast(halves, vector(I16, count))
+        places = [place for lane in range(count) for place in (lane, count + lane)]
         upper = self.splat_constant(I16, 0x4B00, count)
         words = self.builder.shuffle_vector(pairs, upper, self.constants(I32, places))
         return self.sub(self.bitcast(words, vector(F32, count)), self.splat_constant(F32, 2.0**23, count))
+
+    def shifted(self, codes: Value, distances: Value) -> Value:
+        """Bytes, each shifted left by its distance, or right where that is negative; only with NEON."""
+        starts = range(0, codes.type.count, 16)
+        parts = [[self.lanes(value, start, 16) for value in (codes, distances)] for start in starts]
+        return self.join([self.call("llvm.aarch64.neon.ushl.v16i8", vector(I8, 16), part) for part in parts])
+
+    def inserted(self, codes: Value, others: Value, distance: int) -> Value:
+        """Bytes whose upper `distance` bits stay, and whose lower ones are others' upper ones; only with NEON."""
+        return self.call(f"llvm.aarch64.neon.vsri.v{codes.type.count}i8", codes.type, [codes, others, I32(distance)])
 
     # Integer dot products of four neighbouring bytes per int32 lane
 
@@ -422,10 +431,11 @@ class Emitter:
         if self.is_neon:
             parts = [[self._bytes(table, 1), self.lanes(codes, start, 16)] for start in range(0, codes.type.count, 16)]
             return self.join([self.call("llvm.aarch64.neon.tbl1.v16i8", vector(I8, 16), part) for part in parts])
-        choices = [self.splat_constant(I8, value & 255, 64) for value in table]
+        count = codes.type.count
+        choices = [self.splat_constant(I8, value & 255, count) for value in table]
         for bit in range(4):
-            masked = self.builder.and_(codes, self.splat_constant(I8, 1 << bit, 64))
-            is_set = self.builder.icmp_unsigned("!=", masked, self.zeros(I8, 64))
+            masked = self.builder.and_(codes, self.splat_constant(I8, 1 << bit, count))
+            is_set = self.builder.icmp_unsigned("!=", masked, self.zeros(I8, count))
             choices = [self.builder.select(is_set, b, a) for a, b in zip(choices[::2], choices[1::2], strict=True)]
         return choices[0]
 
@@ -464,6 +474,18 @@ class Emitter:
 
     def _sdot(self, total: Value, codes: Value, x: Value) -> Value:
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), [total, codes, x])
+
+    def matrix_product(self, totals: Value, rows: Value, others: Value) -> Value:
+        """totals[2i + j] += the product of row i of `rows` and row j of `others`, int8[2][8]."""
+        if self.isa is ISA.NEON_I8MM:
+            return self.call("llvm.aarch64.neon.smmla.v4i32.v16i8", vector(I32, 4), [totals, rows, others])
+        left = self.shuffle(rows, [8 * row + column for row in (0, 0, 1, 1) for column in range(8)])
+        right = self.shuffle(others, [*range(16), *range(16)])
+        wide = vector(I32, 32)
+        sums = self.builder.mul(self.builder.sext(left, wide), self.builder.sext(right, wide))
+        for _ in range(3):
+            sums = self._pair_sums(sums)
+        return self.builder.add(totals, sums)
 
     def _dot_generic(self, total: Value, codes: Value, x: Value) -> Value:
         wide = vector(I16, 64)

@@ -45,6 +45,7 @@ from localinfer.kernels.cpu.compiled.emit import (
     vector,
 )
 from localinfer.kernels.cpu.compiled.memory import load_i64, store_i64
+from localinfer.kernels.cpu.compiled.pair_tile import PairTile
 from localinfer.kernels.cpu.compiled.pool import (
     num_rows,
     row_op,
@@ -55,21 +56,28 @@ from localinfer.kernels.cpu.compiled.pool import (
     take_first,
     take_units,
 )
-from localinfer.kernels.cpu.compiled.tile import Tile
-from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
+from localinfer.kernels.cpu.compiled.tile import (
+    MINUS_8_HALF,
+    MINUS_8_SUM,
+    SCALE,
+    SCALED_SUM,
+    Tile,
+    places_of,
+)
+from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION, QUANTIZE
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.isa import NEON
 from localinfer.kernels.jit.numba import compose, inline, stamp
-from localinfer.kernels.layouts import Layout
+from localinfer.kernels.layouts import PAIRED_LAYOUTS, Layout
 
 BLOCKS_PER_UNIT = 32
 
 
 @emitted(VOID, types.int64, types.int64, types.int64)
 def quantize_block(emit: Emitter, source_address: Value, codes_address: Value, record_address: Value) -> None:
-    """Quantize 32 float32 at `source` into 32 codes and one record."""
-    b = emit.builder
+    """Quantize 32 float32 at `source` into 32 codes and one record, which may be of a pair's block."""
+    b, has_pairs = emit.builder, isa.pairs_rows()
     halves = [emit.load_floats(source_address, 64 * half) for half in range(2)]
     magnitudes = [emit.call("llvm.fabs.v16f32", vector(F32), [half]) for half in halves]
     largest = emit.reduce_max(emit.maximum(*magnitudes))
@@ -82,13 +90,44 @@ def quantize_block(emit: Emitter, source_address: Value, codes_address: Value, r
     for half, values in enumerate(halves):
         scaled = emit.mul(values, emit.splat(inverse))
         whole = b.fptosi(emit.call("llvm.rint.v16f32", vector(F32), [scaled]), vector(I32))
-        emit.store(b.trunc(whole, vector(I8)), codes_address, 16 * half, align=16)
+        codes = b.trunc(whole, vector(I8))
+        if has_pairs:
+            for index in range(2):
+                emit.store(emit.lanes(codes, 8 * index, 8), codes_address, 32 * half + 16 * index, align=8)
+        else:
+            emit.store(codes, codes_address, 16 * half, align=16)
         sums.append(emit.call("llvm.vector.reduce.add.v16i32", I32, [whole]))
     total = b.add(*sums)
-    emit.store(scale, record_address, 0, align=4)
-    emit.store(b.fmul(scale, b.sitofp(total, F32)), record_address, 4, align=4)
-    for field, value in ((8, total), (12, sums[0]), (16, sums[1])):
-        emit.store(b.mul(value, emit.i32(-8)), record_address, field, align=4)
+    for place in places_of(SCALE):
+        emit.store(scale, record_address, place, align=4)
+    scaled_sum = b.fmul(scale, b.sitofp(total, F32))
+    for place in places_of(SCALED_SUM):
+        emit.store(scaled_sum, record_address, place, align=4)
+    for field, value in ((MINUS_8_SUM, total), (MINUS_8_HALF, sums[0]), (MINUS_8_HALF + 4, sums[1])):
+        value = b.mul(value, emit.i32(-8))
+        value = b.add(value, emit.i32(PAIR_BIAS)) if has_pairs else value
+        emit.store(value, record_address, places_of(field)[0], align=4)
+
+
+if isa.pairs_rows():
+
+    @compose
+    def _quantize(p: Any, row: int, slot: int, source: int, first: int, last: int) -> None:
+        """Blocks first..last of a row and slot, into the blocks of the row's pair."""
+        second = row & 1
+        pair = p.target + ((row - second) * p.slots + 2 * slot) * p.target_stride
+        for block in range(first, last):
+            target = pair + PAIR_BYTES * block
+            quantize_block(source + 128 * block, target + 8 * second, target + PAIR_CODES + 4 * second)
+
+else:
+
+    @compose
+    def _quantize(p: Any, row: int, slot: int, source: int, first: int, last: int) -> None:
+        """Blocks first..last of a row and slot."""
+        target = p.target + (row * p.slots + slot) * p.target_stride
+        for block in range(first, last):
+            quantize_block(source + 128 * block, target + 32 * block, target + p.columns + block * RECORD_BYTES)
 
 
 @row_op(QUANTIZE, lambda p: p.slots * ((p.columns // 32 + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT))
@@ -98,9 +137,7 @@ def quantize_rows(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     units_per_slot = (blocks + BLOCKS_PER_UNIT - 1) // BLOCKS_PER_UNIT
     slot, first = part // units_per_slot, part % units_per_slot * BLOCKS_PER_UNIT
     source = p.source + row * p.source_stride + slot * p.slot_stride
-    target = p.target + (row * p.slots + slot) * p.target_stride
-    for block in range(first, min(first + BLOCKS_PER_UNIT, blocks)):
-        quantize_block(source + 128 * block, target + 32 * block, target + p.columns + block * RECORD_BYTES)
+    _quantize(p, row, slot, source, first, min(first + BLOCKS_PER_UNIT, blocks))
 
 
 _BODIES: dict[Layout, Callable[[Tile, Value, list[Value]], list[Value]]] = {
@@ -184,11 +221,22 @@ _MANY_SUMS = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 """Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
 
 
-def _passes(emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: list[Value]) -> list[list[Tile]]:
-    """Parts of a tile that are multiplied in one pass: all of it; with NEON its halves, each by itself or by turns.
+def _passes(
+    emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: list[Value], *, gathers: bool
+) -> list[list[Tile]]:
+    """Parts of a tile that are multiplied in one pass: all of it; with NEON halves or quarters, alone or by turns.
 
     The loads of grids are of sixteen rows.
     """
+    if isa.pairs_rows() and layout in PAIRED_LAYOUTS:
+        count = min(LANES, 2 * LANES // len(rows))
+        if layout in _MANY_SUMS:
+            count = min(count, LANES // 2)
+        parts: list[Tile] = [
+            PairTile(emit, layout, tile, columns, rows, first, count, gathers=gathers)
+            for first in range(0, LANES, count)
+        ]
+        return [parts] if len(rows) == 1 else [[part] for part in parts]
     if not emit.is_neon or _BODIES.get(layout) is grid_body or (len(rows) == 1 and layout not in _MANY_SUMS):
         return [[Tile(emit, layout, tile, columns, rows)]]
     half = LANES // 2
@@ -197,24 +245,26 @@ def _passes(emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: li
     return [halves] if len(rows) == 1 else [[half] for half in halves]
 
 
-@emitted(VOID, LITERAL, LITERAL, *[types.int64] * 4, FLOAT, types.int64, types.int64)
+@emitted(VOID, LITERAL, LITERAL, LITERAL, *[types.int64] * 4, FLOAT, types.int64, types.int64)
 def tile_product(
-    emit: Emitter, layout: int, num_rows: int, tile_address: Value, column_count: Value, table: Value,
+    emit: Emitter, layout: int, num_rows: int, gathers: int, tile_address: Value, column_count: Value, table: Value,
     bias_address: Value, scale_value: Value, first_row: Value, row_limit: Value,
 ) -> None:  # fmt: skip
     """out = residual + scale * (x @ tile.T + bias) for `num_rows` (literal) activation rows and one tile.
 
-    tables: address of int64[3][8]: activation row, output and residual addresses of each row; outputs and residuals are
+    gathers: 1 if rows are any, where products take pairs of rows; 0 if every second one lies beside the one before it.
+    table: address of int64[3][8]: activation row, output and residual addresses of each row; outputs and residuals are
     offset by `first` (the tile's first weight row), of which `count` (1..16) exist. bias: address of 16 float32.
     """
-    if num_rows > 4 and emit.is_neon:
+    takes_pairs = isa.pairs_rows() and layout in PAIRED_LAYOUTS
+    if num_rows > 4 and emit.is_neon and not takes_pairs:
         # `_width` asks for none.
         emit.call("llvm.trap", ir.VoidType(), [])
         return
     rows = [emit.load(table, I64, 8 * t, align=8) for t in range(num_rows)]
-    for tiles in _passes(emit, Layout(layout), tile_address, column_count, rows):
+    for tiles in _passes(emit, Layout(layout), tile_address, column_count, rows, gathers=bool(gathers)):
         for tile, totals in zip(tiles, _totals(tiles), strict=True):
-            _write(emit, tile.first, totals, table, bias_address, scale_value, first_row, row_limit)
+            _write(emit, tile.first, tile.by_row(totals), table, bias_address, scale_value, first_row, row_limit)
 
 
 def _write(
@@ -254,17 +304,55 @@ def _set_row(table: int, slot: int, x: int, out: int, residual: int) -> None:
     store_i64(table + 128 + 8 * slot, residual)
 
 
-if isa.SELECTED is ISA.NEON_DOTPROD:
+_TABLE_BYTES = 3 * 8 * 8
+
+if isa.pairs_rows():
+
+    @emitted(types.int64, LITERAL, *[types.int64] * 3)
+    def _row_address(emit: Emitter, layout: int, start: Value, stride: Value, index: Value) -> Value:
+        """Address of a row of activations, which lies beside another one unless they are float32."""
+        b = emit.builder
+        if layout in _FLOAT_ELEMENT:
+            return b.add(start, b.mul(index, stride))
+        second = b.and_(index, emit.i64(1))
+        return b.add(b.add(start, b.mul(b.sub(index, second), stride)), b.mul(second, emit.i64(8)))
 
     @inline
-    def _width(left: int) -> int:
-        """Rows of the next product: registers hold the sums of four; 3 rows are padded by one."""
+    def _target(table: int, is_there: bool, out: int, column: int) -> int:
+        """Address of a row's output. That of the second row of a pair that has one only is written behind the table."""
+        return out if is_there else table + _TABLE_BYTES - 4 * column
+
+else:
+
+    @compose
+    def _row_address(layout: int, start: int, stride: int, index: int) -> int:
+        """Address of a row of activations."""
+        return start + index * stride
+
+    @compose
+    def _target(table: int, is_there: bool, out: int, column: int) -> int:
+        """Address of a row's output, which is written twice where a row is computed twice."""
+        return out
+
+
+if isa.SELECTED in NEON:
+
+    @emitted(types.int64, LITERAL)
+    def _most_rows(emit: Emitter, layout: int) -> Value:
+        """Rows of one product, as many as registers hold the sums of."""
+        return emit.i64(8 if isa.pairs_rows() and layout in PAIRED_LAYOUTS else 4)
+
+    @compose
+    def _width(layout: int, left: int) -> int:
+        """Rows of the next product; 3 rows are padded by one, and 7."""
+        if left >= 7 and _most_rows(layout) == 8:
+            return 8
         return 4 if left >= 3 else left
 
 else:
 
     @inline
-    def _width(left: int) -> int:
+    def _width(layout: int, left: int) -> int:
         """Rows of the next product; 3 or 7 rows are padded by one, computed twice.
 
         That is faster, because a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42
@@ -275,17 +363,18 @@ else:
 
 @compose
 def _product(
-    layout: int, count: int, weights: int, k: int, table: int, bias: int, scale: float, column: int, lanes: int
-) -> None:
+    layout: int, gathers: int, count: int, weights: int, k: int, table: int, bias: int, scale: float, column: int,
+    lanes: int,
+) -> None:  # fmt: skip
     """`tile_product` for 1, 2, 4 or 8 rows."""
     if count == 8:
-        tile_product(layout, 8, weights, k, table, bias, scale, column, lanes)
+        tile_product(layout, 8, gathers, weights, k, table, bias, scale, column, lanes)
     elif count == 4:
-        tile_product(layout, 4, weights, k, table, bias, scale, column, lanes)
+        tile_product(layout, 4, gathers, weights, k, table, bias, scale, column, lanes)
     elif count == 2:
-        tile_product(layout, 2, weights, k, table, bias, scale, column, lanes)
+        tile_product(layout, 2, gathers, weights, k, table, bias, scale, column, lanes)
     else:
-        tile_product(layout, 1, weights, k, table, bias, scale, column, lanes)
+        tile_product(layout, 1, gathers, weights, k, table, bias, scale, column, lanes)
 
 
 @compose
@@ -300,11 +389,13 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
     count = min(16, PROJECTION.rows(p) - column)
     row = first
     while row < last:
-        step = _width(last - row)
+        step = _width(layout, last - row)
         for slot in range(step):
             index = min(row + slot, last - 1)
-            _set_row(table, slot, x + index * x_stride, out + index * out_stride, residual + index * residual_stride)
-        _product(layout, step, weights, k, table, bias, scale, column, count)
+            source = _row_address(layout, x, x_stride, index)
+            target = _target(table, row + slot < last, out + index * out_stride, column)
+            _set_row(table, slot, source, target, residual + index * residual_stride)
+        _product(layout, 0, step, weights, k, table, bias, scale, column, count)
         row += step
 
 
@@ -362,14 +453,14 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
             column = 16 * tile
             count = min(16, p.rows - column)
             while entry < last:
-                step = _width(last - entry)
+                step = _width(layout, last - entry)
                 for slot in range(step):
                     place = load_i64(entries + 8 * min(entry + slot, last - 1))
                     row, choice = place // p.selected, place % p.selected
-                    source = p.x + row * p.x_stride + choice * p.slot_stride
+                    source = _row_address(layout, p.x, p.x_stride, row) + choice * p.slot_stride
                     out = p.out + row * p.out_stride + 4 * p.rows * choice
                     _set_row(table, slot, source, out, p.zeros - 4 * column)
-                _product(layout, step, tile_address, p.columns, table, tile_bias, np.float32(1), column, count)
+                _product(layout, 1, step, tile_address, p.columns, table, tile_bias, np.float32(1), column, count)
                 entry += step
 
 

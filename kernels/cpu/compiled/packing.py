@@ -19,9 +19,10 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS
 from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
-from localinfer.kernels.jit.numba import entry, inline, op, outline
+from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.numba import compose, entry, inline, op, outline
 
 _BYTES_AT_ONCE = 4096
 _FIELD_BYTES = TILE_FIELD.num_bytes
@@ -205,6 +206,40 @@ def _clear_row(target: int, width: int, items: int, kind: int, step: int) -> Non
             store_u8(target + step * item + byte, np.uint8(0))
 
 
+if isa.pairs_rows():
+
+    @inline
+    def _kind(kind: int) -> int:
+        return kind & (IN_PAIRS - 1)
+
+    @emitted(VOID, *[types.int64] * 2)
+    def _pair_vectors(emit: Emitter, first: Value, second: Value) -> None:
+        """Two vectors of a column of sixteen rows each to one of both columns of eight rows, and of the other eight."""
+        vectors = [emit.load(address, vector(I32), align=16) for address in (first, second)]
+        for half, address in enumerate((first, second)):
+            lanes = [8 * half + lane // 2 + 16 * (lane % 2) for lane in range(16)]
+            emit.store(emit.builder.shuffle_vector(*vectors, emit.constants(I32, lanes)), address, align=16)
+
+    @inline
+    def _pair_columns(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
+        """Put a field's vectors in pairs, if they are to be."""
+        if kind >= IN_PAIRS:
+            for unit in range(units):
+                for item in range(0, items, 2):
+                    place = start + unit * unit_bytes + step * item
+                    _pair_vectors(place, place + step)
+
+else:
+
+    @compose
+    def _kind(kind: int) -> int:
+        return kind
+
+    @compose
+    def _pair_columns(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
+        """Vectors stay as they are."""
+
+
 @op
 def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> None:
     """Fill tiles; parameters: control, target, source, tiles, rows, units, file bytes, unit bytes, fields, count."""
@@ -218,7 +253,7 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
         start = p.target + tile * p.units * p.unit_bytes
         for index in range(p.num_fields):
             field = TILE_FIELD.load(p.fields + _FIELD_BYTES * index)
-            width, items, kind = field.width, field.items, field.kind
+            width, items, kind = field.width, field.items, _kind(field.kind)
             base = start + field.tile_offset
             done = 0
             if 7 <= kind <= 11:
@@ -253,6 +288,7 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                             _pack_field(lane_source, lane_target, width, items, kind, field.file_step, field.tile_step)
                         else:
                             _clear_row(lane_target, width, items, kind, field.tile_step)
+            _pair_columns(field.kind, base, p.units, p.unit_bytes, items, field.tile_step)
 
 
 _MULTIPLIER = np.uint64(CHECKSUM_MULTIPLIER)

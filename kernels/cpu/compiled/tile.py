@@ -19,7 +19,8 @@ from localinfer.kernels.cpu.compiled.emit import (
     Value,
     vector,
 )
-from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
+from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES
+from localinfer.kernels.jit import isa
 from localinfer.kernels.layouts import SIZES, Layout
 
 SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
@@ -28,8 +29,15 @@ SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
 _SUPER_BLOCK_LAYOUTS = tuple(layout for layout in Layout if SIZES[layout].unit == 256)
 
 
-_WHOLE = 0x4B400000
+WHOLE = 0x4B400000
 """Bits of the float32 3 * 2**22, whose last bits count whole numbers."""
+
+
+def places_of(field: int) -> tuple[int, ...]:
+    """Offsets of a field in a record, or in the first record of a pair."""
+    if not isa.pairs_rows():
+        return (field,)
+    return (4 * field, 4 * field + 8) if field < MINUS_8_SUM else (2 * field + 16,)
 
 
 def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
@@ -63,11 +71,17 @@ class Tile:
         self.emit = emit
         self.tile = tile
         self.columns = columns
-        self.rows = list(rows)
+        self.num_rows = len(rows)
+        self.rows: list[Any] = list(rows)
+        """Addresses of activation rows that are multiplied together: here of one, of a `PairTile` of two."""
         self.sizes = SIZES[layout]
         self.layout = layout
         self.units = emit.builder.udiv(columns, emit.i64(self.sizes.unit))
         self.first, self.count = first, count
+        self.lanes = count
+        """Lanes of a dot product."""
+        self.has_pairs = isa.pairs_rows()
+        """Rows of activations lie in pairs."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0
@@ -84,7 +98,7 @@ class Tile:
         there are none: LLVM moves no load past a prefetch, so that all loads came first, into more registers than
         there are.
         """
-        chosen = prefetch_distance(self.layout, len(self.rows))
+        chosen = prefetch_distance(self.layout, self.num_rows)
         if chosen is None or self.emit.is_neon:
             return
         distance, level = chosen
@@ -113,6 +127,10 @@ class Tile:
         align = min(align, size * self.count)
         return self.emit.load(address, self.vector(kind), offset + size * self.first, align)
 
+    def some_bytes(self, address: Value, offset: int) -> Value:
+        """The rows' bytes of a vector of sixteen, and some that follow where half a register would not be full."""
+        return self.emit.load(address, vector(I8, max(self.count, 8)), offset + self.first, align=1)
+
     def floats(self, address: Value, offset: int = 0, element: Any = F16) -> Value:
         """The rows' values of a vector of sixteen numbers, as float32."""
         size = 4 if element is F32 else 2
@@ -123,6 +141,14 @@ class Tile:
         offset = start + step * vector_number + 4 * self.first
         align = 16 if self.layout is Layout.MXFP4 else 32
         return self.emit.load(address, vector(I8, 4 * self.count), offset, align)
+
+    def load_bits(self, address: Value, offset: int) -> Value:
+        """A vector whose bytes have bits of several vectors of codes, for `column_bits`."""
+        return self.load_codes(address, 0, start=offset)
+
+    def column_bits(self, bits: Value, start: int, width: int, number: int, target: int) -> Value:
+        """Bits of every code of vector `number`, `width` of them from start + width * number on, moved to `target`."""
+        return self.moved_bits(bits, start + width * number, (1 << width) - 1, target)
 
     def low(self, codes: Value) -> Value:
         return self.emit.builder.and_(codes, self.emit.splat_constant(I8, 15, codes.type.count))
@@ -156,10 +182,14 @@ class Tile:
         if not self.emit.is_neon:
             yield blocks, lambda address: address
             return
-        for some in [blocks] if len(self.rows) == 1 else [[block] for block in blocks]:
+        for some in [blocks] if self.num_rows == 1 else [[block] for block in blocks]:
             self._num_turns += 1
             self._loaded.clear()
             yield some, functools.partial(self._again, self._num_turns)
+
+    def halves(self, count: int = 2) -> Iterator[tuple[Sequence[int], Callable[[Value], Value]]]:
+        """As `turns`, of the halves of a block that share their bytes; count: 1 for codes that are bytes."""
+        yield range(count), lambda address: address
 
     def _again(self, turn: int, address: Value) -> Value:
         key = (turn, address)
@@ -169,14 +199,19 @@ class Tile:
 
     # Activations
 
+    @property
+    def takes_signed(self) -> bool:
+        """True if `dot` takes signed codes."""
+        return self.emit.is_neon
+
     def no_dots(self, block: Value) -> list[Value]:
         """Dot products of nothing, for all activation rows of a block."""
-        return [self._zero_dot(block, number) for number in range(len(self.rows))]
+        return [self.no_dot(block, number) for number in range(len(self.rows))]
 
-    def _zero_dot(self, block: Value, number: int = 0) -> Value:
+    def no_dot(self, block: Any, number: int = 0) -> Value:
         if not self._counts_in_floats:
-            return self.emit.zeros(I32, self.count)
-        return self._from_scalar(I32(_WHOLE), block, number)
+            return self.emit.zeros(I32, self.lanes)
+        return self._from_scalar(I32(WHOLE), block, number)
 
     @property
     def _counts_in_floats(self) -> bool:
@@ -191,27 +226,39 @@ class Tile:
         """The start of a dot product, from an integer, below 2**22 with all that is added to it."""
         if not self._counts_in_floats:
             return start
-        return self.emit.builder.add(start, self.emit.splat_constant(I32, _WHOLE, self.count))
+        return self.emit.builder.add(start, self.emit.splat_constant(I32, WHOLE, self.lanes))
 
     def started_from(self, record: Value, field: int, shift: int = 0) -> Value:
         """The start of a dot product at an integer of a record, shifted left."""
         b = self.emit.builder
         if not self._counts_in_floats:
             return self.record_int(record, field, shift)
-        return self.of_record(record, I32, field, lambda word: b.add(b.shl(word, I32(shift)), I32(_WHOLE)))
+        return self.of_record(record, I32, field, lambda word: b.add(b.shl(word, I32(shift)), I32(WHOLE)))
 
     def biased_start(self, record: Value) -> Value:
         """The start of a chain of `Emitter.dot_biased` or `dot_levels`."""
         if self._counts_in_floats:
-            return self._zero_dot(record)
+            return self.no_dot(record)
         return self.emit.biased_start(self.record_int(record, MINUS_8_SUM, shift=4))
 
     def no_totals(self) -> list[Value]:
         return [self.emit.zeros(F32, self.count) for _ in self.rows]
 
-    def record(self, row: Value, block: Value) -> Value:
+    def by_row(self, totals: Sequence[Value]) -> list[Value]:
+        """Totals as vectors with the lanes of one activation row each."""
+        return list(totals)
+
+    def spread(self, weights: Value) -> Value:
+        """Lanes of weights as those of dot products."""
+        return weights
+
+    def record(self, row: Any, block: Value) -> Any:
         """Address of the record of a block."""
-        emit = self.emit
+        emit, b = self.emit, self.emit.builder
+        if self.has_pairs:
+            # Fields are half as far apart as the codes of the two rows.
+            start = b.sub(row, b.lshr(b.and_(row, emit.i64(8)), emit.i64(1)))
+            return b.add(start, b.add(b.mul(block, emit.i64(PAIR_BYTES)), emit.i64(PAIR_CODES)))
         offset = emit.builder.add(self.columns, emit.builder.mul(block, emit.i64(RECORD_BYTES)))
         return emit.builder.add(row, offset)
 
@@ -221,7 +268,9 @@ class Tile:
 
     def of_record(self, record: Value, kind: Any, field: int, change: Callable[[Value], Value] | None = None) -> Value:
         """A number of a record, changed by a function if there is one, in all lanes."""
-        word = self.emit.load(record, kind, field, align=4)
+        word = self.emit.load(record, kind, places_of(field)[0], align=4)
+        if self.has_pairs and kind is I32:
+            word = self.emit.builder.sub(word, I32(PAIR_BIAS))
         word = change(word) if change else word
         if self.emit.is_neon and change:
             return self._from_scalar(word, record)
@@ -233,7 +282,7 @@ class Tile:
         block: what changes with the block that the scalar is for: an index or a record. number: of the activation row,
         where others have the same scalar of the same block.
         """
-        count = self.count // 4
+        count = self.lanes // 4
         words = [self.emit.opaque(word, block, count * number + register) for register in range(count)]
         return self.emit.join([self.emit.splat(word, 4) for word in words])
 
@@ -242,7 +291,7 @@ class Tile:
 
     def record_int(self, record: Value, field: int, shift: int = 0) -> Value:
         value = self.of_record(record, I32, field)
-        return self.emit.builder.shl(value, self.emit.splat_constant(I32, shift, self.count)) if shift else value
+        return self.emit.builder.shl(value, self.emit.splat_constant(I32, shift, self.lanes)) if shift else value
 
     def minus_sum(self, record: Value) -> Value:
         """-sum(x) of a block in all lanes, cut to 16 bits, which hold it, so that products take one instruction."""
@@ -252,12 +301,7 @@ class Tile:
     def minus_12_sum(self, record: Value, field: int) -> Value:
         """The start of a dot product at -12 * sum(x) of a block or half of one (a field of -8 * sum(x))."""
         b = self.emit.builder
-
-        def change(word: Value) -> Value:
-            found = b.add(word, b.ashr(word, I32(1)))
-            return b.add(found, I32(_WHOLE)) if self._counts_in_floats else found
-
-        return self.of_record(record, I32, field, change)
+        return self.of_record(record, I32, field, lambda word: b.add(word, b.ashr(word, I32(1))))
 
     def dot(
         self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
@@ -276,14 +320,25 @@ class Tile:
         emit = self.emit
         if emit.is_neon:
             # One lane of a register is a factor by itself.
-            key = (row, column, offset // 16)
+            width = 2 if self.has_pairs else 4
+            key = (row, column, offset // (4 * width))
             if key not in self._loaded:
-                address = emit.builder.add(row, column)
-                self._loaded[key] = emit.load(address, vector(I32, 4), offset // 16 * 16, align=4)
-            words = emit.shuffle(self._loaded[key], [offset // 4 % 4] * self.count)
+                address, place = self.place(row, column, offset // (4 * width) * (4 * width))
+                self._loaded[key] = emit.load(address, vector(I32, width), place, align=4)
+            words = emit.shuffle(self._loaded[key], [offset // 4 % width] * self.count)
             return emit.bitcast(words, vector(I8, 4 * self.count))
-        word = emit.load(emit.builder.add(row, column), I32, offset, align=4)
+        address, place = self.place(row, column, offset)
+        word = emit.load(address, I32, place, align=4)
         return emit.bitcast(emit.splat(word, self.count), vector(I8, 4 * self.count))
+
+    def place(self, row: Value, column: Value, offset: int) -> tuple[Value, int]:
+        """Address and offset of a column of a row of activations. column: the first one of a block."""
+        b, emit = self.emit.builder, self.emit
+        if not self.has_pairs:
+            return b.add(row, column), offset
+        block, inner = divmod(offset, 32)
+        start = b.add(row, b.mul(column, emit.i64(PAIR_BYTES // 32)))
+        return start, PAIR_BYTES * block + inner // 8 * 16 + inner % 8
 
     def accumulate(
         self, total: Value, dot: Value, weight_scale: Value, record: Value, *, is_started: bool = False
@@ -294,12 +349,15 @@ class Tile:
         """
         emit = self.emit
         scale = emit.mul(weight_scale, self.record_float(record, SCALE))
-        if is_started and self._counts_in_floats:
-            offset = emit.bitcast(emit.splat_constant(I32, _WHOLE, self.count), vector(F32, self.count))
-            number = emit.sub(emit.bitcast(dot, vector(F32, self.count)), offset)
-        else:
-            number = emit.to_float(dot)
-        return emit.fma(number, scale, total)
+        return emit.fma(self.number(dot) if is_started else emit.to_float(dot), scale, total)
+
+    def number(self, dot: Value) -> Value:
+        """A dot product that began as `started` does, as float32."""
+        emit, count = self.emit, dot.type.count
+        if not self._counts_in_floats:
+            return emit.to_float(dot)
+        offset = emit.bitcast(emit.splat_constant(I32, WHOLE, count), vector(F32, count))
+        return emit.sub(emit.bitcast(dot, vector(F32, count)), offset)
 
     def add_dots(self, totals: list[Value], dots: list[Value], weight_scale: Value, block: list[Value]) -> list[Value]:
         """`accumulate` for every activation row; block: the rows' records of it."""

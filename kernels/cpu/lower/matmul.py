@@ -11,6 +11,7 @@ from localinfer.kernels.cpu.memory import address, aligned, padded, zeros
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.cpu.weights import PackedWeight
 from localinfer.kernels.graph_builder import check, packed_weight
+from localinfer.kernels.jit import isa
 from localinfer.kernels.layouts import is_float, num_tiles
 from localinfer.kernels.ops import Buffer, Gating, LinearWeight, Projection
 from localinfer.kernels.program import OpCost
@@ -95,7 +96,7 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
         return place, stride, 4 * columns if slots > 1 else 0
     stride = kernel_abi.activation_row_bytes(columns)
     if tape.quantized_source != (x.rows, x.index, columns):
-        needed = tape.max_rows[x.rows] * slots * stride
+        needed = _whole_pairs(tape.max_rows[x.rows]) * slots * stride
         tape.quantized_place = tape.memory.shared(f"activations of {x.rows.value} rows", needed)
         words = parameters.QUANTIZE.pack(
             **tape.addresses_of(source=x), target=tape.quantized_place, target_stride=stride, columns=columns,
@@ -103,7 +104,17 @@ def _activations(tape: CpuTape, x: Buffer, packed: PackedWeight, slots: int) -> 
         )  # fmt: skip
         tape.add("matmul.quantize_rows", words, about=f"{x.name}, {columns} columns")
         tape.quantized_source = (x.rows, x.index, columns)
-    return tape.quantized_place, stride * slots, stride if slots > 1 else 0
+    return tape.quantized_place, stride * slots, _slot_stride(stride) if slots > 1 else 0
+
+
+def _whole_pairs(rows: int) -> int:
+    """Rows that memory is needed for."""
+    return -(-rows // 2) * 2 if isa.pairs_rows() else rows
+
+
+def _slot_stride(row_bytes: int) -> int:
+    """Bytes from one slot of quantized rows to the next: of two rows that lie in pairs."""
+    return 2 * row_bytes if isa.pairs_rows() else row_bytes
 
 
 def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
@@ -113,14 +124,14 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
     source, slot_stride = source + 4 * op.x_offset, 4 * op.x_head_size
     if not is_float(packed.layout):
         row = kernel_abi.activation_row_bytes(columns)
-        memory = aligned(tape.max_rows[x.rows] * heads * row)
+        memory = aligned(_whole_pairs(tape.max_rows[x.rows]) * heads * row)
         tape.memory.keep(memory)
         words = parameters.QUANTIZE.pack(
             source=source, source_stride=stride, target=address(memory), target_stride=row, columns=columns,
             is_output=x.is_output, slots=heads, slot_stride=slot_stride,
         )  # fmt: skip
         tape.add("matmul.quantize_rows", words, about=f"{x.name}, {columns} columns")
-        source, stride, slot_stride = address(memory), heads * row, row
+        source, stride, slot_stride = address(memory), heads * row, _slot_stride(row)
     target, out_stride = tape.address_of(out)
     zeros = tape.memory.zeros(rows)
     kernel = f"matmul.matmul_{packed.layout.name.lower()}"

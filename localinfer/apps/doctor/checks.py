@@ -207,7 +207,7 @@ def run_checks(checks: Mapping[str, Callable[[], Facts]], progress: Callable[[st
 
 _X86_INSTRUCTIONS = {"avx512vnni": "AVX-512 VNNI", "avxvnni": "AVX-VNNI", "avx2": "AVX2"}
 """By path, the fastest first."""
-_ARM64_INSTRUCTIONS = {"dotprod": "dot products (ARMv8.2)"}
+_ARM64_INSTRUCTIONS = {"i8mm": "products of matrices (i8mm)", "dotprod": "dot products (ARMv8.2)"}
 """By feature."""
 
 

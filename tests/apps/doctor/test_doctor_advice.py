@@ -102,4 +102,5 @@ def test_instructions_that_would_be_faster() -> None:
     assert faster_instructions("generic", "x86_64", {}) == ["AVX-512 VNNI", "AVX-VNNI", "AVX2"]
     assert faster_instructions("generic", "aarch64", {"dotprod": False}) == ["dot products (ARMv8.2)"]
     assert faster_instructions("generic", "aarch64", {}) == [], "not known to be absent"
-    assert faster_instructions("neon", "arm64", {"dotprod": True}) == []
+    assert faster_instructions("neon", "arm64", {"dotprod": True, "i8mm": False}) == ["products of matrices (i8mm)"]
+    assert faster_instructions("i8mm", "arm64", {"dotprod": True, "i8mm": True}) == []

@@ -18,6 +18,7 @@ from localinfer.kernels.cpu.compiled import attention_tiles, elementwise, kv_sto
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import host_features
 from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.numba import optimised
 from localinfer.kernels.layouts import CUDA_LAYOUTS, Layout
 from tests.kernels.cpu import run_pieces
 from tests.kernels.cpu.run_pieces import Piece, Tiles
@@ -32,6 +33,8 @@ TARGETS: dict[str, tuple[ISA, str, str, str]] = {
     "avx2": (ISA.AVX2, "x86_64-unknown-linux-gnu", "x86-64", _AVX2),
     "generic": (ISA.GENERIC, "x86_64-unknown-linux-gnu", "x86-64", ""),
     "neon": (ISA.NEON_DOTPROD, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod"),
+    "i8mm": (ISA.NEON_I8MM, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod,+i8mm"),
+    "pairs": (ISA.NEON_I8MM, "x86_64-unknown-linux-gnu", "x86-64", ""),
     "windows on arm": (ISA.NEON_DOTPROD, "aarch64-pc-windows-msvc", "generic", "+neon,+dotprod"),
     "apple": (ISA.NEON_DOTPROD, "arm64-apple-macosx13.0", "apple-m1", "+neon,+dotprod"),
 }
@@ -44,8 +47,10 @@ def _literal(value: int) -> Any:
 _ADDRESS, _FLOAT = types.int64, types.float32
 
 
-def tile(layout: Layout, num_rows: int) -> tuple[Any, list[Any]]:
-    return matmul.tile_product, [_literal(int(layout)), _literal(num_rows), *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
+def tile(layout: Layout, num_rows: int, *, gathers: bool = False) -> tuple[Any, list[Any]]:
+    """The product of a tile and rows of activations, which may be any where `gathers`."""
+    literals = [_literal(int(layout)), _literal(num_rows), _literal(int(gathers))]
+    return matmul.tile_product, [*literals, *[_ADDRESS] * 4, _FLOAT, _ADDRESS, _ADDRESS]
 
 
 LONG_TILE = "avx512vnni"
@@ -58,8 +63,18 @@ _EACH_BODY = (
     *(Layout.F16, Layout.Q8_0, Layout.Q5_K, Layout.Q6_K, Layout.INT4_32, Layout.MXFP4, Layout.NVFP4, Layout.IQ4_NL),
     *(Layout.Q3_K, Layout.IQ3_S, Layout.Q1_0),
 )
-_SOME_LAYOUTS = {"avx512vbmi": _GRIDS, "windows on arm": _EACH_BODY, "apple": _EACH_BODY}
-"""Targets that differ from another one in fewer layouts, or in the spelling: one layout of each function there is."""
+_PAIRS = (*_EACH_BODY, Layout.Q5_0, Layout.INT8_32)
+_SOME_LAYOUTS = {
+    "avx512vbmi": _GRIDS,
+    "i8mm": _PAIRS,
+    "pairs": _PAIRS,
+    "windows on arm": _EACH_BODY,
+    "apple": _EACH_BODY,
+}
+"""Targets that differ from another one in fewer layouts, or in the spelling: one layout of each function there is.
+
+"pairs" has no instruction for products of pairs of rows, which are computed as with it.
+"""
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: tile(layout, 4) for layout in Layout},
@@ -82,6 +97,9 @@ PIECES: dict[str, tuple[Any, list[Any]]] = {
 def pieces_of(target_name: str) -> list[str]:
     """Names of the pieces that are compiled for a target."""
     layouts = {layout.name for layout in _SOME_LAYOUTS.get(target_name, Layout)}
+    if TARGETS[target_name][0] is ISA.NEON_I8MM:
+        # Only products are other than those of another target.
+        return [name for name in PIECES if name in {*layouts, "quantize"}]
     return [name for name in PIECES if name in layouts or name not in Layout.__members__]
 
 
@@ -97,6 +115,8 @@ def _piece(target_name: str, name: str) -> tuple[Any, list[Any], int]:
     if name not in Layout.__members__:
         return *PIECES[name], 0
     num_rows = 4 if target_name == LONG_TILE and Layout[name] in CUDA_LAYOUTS else 1
+    if TARGETS[target_name][0] is ISA.NEON_I8MM:
+        num_rows = 2
     return *tile(Layout[name], num_rows), num_rows
 
 
@@ -104,6 +124,9 @@ def assembly(target_name: str, name: str) -> str:
     """Assembly of one intrinsic as a function `piece` of its own."""
     intrinsic, argument_types, _ = _piece(target_name, name)
     machine, module = made(TARGETS[target_name], intrinsic, argument_types)
+    if isa.pairs_rows():
+        # As they are emitted, LLVM's code generator takes minutes for products of pairs.
+        module = optimised(module, machine)
     return str(machine.emit_assembly(module))
 
 

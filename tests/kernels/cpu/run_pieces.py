@@ -13,10 +13,19 @@ from numba import types
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.compiled import attention_scratch as scratch
-from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, SCRATCH_BYTES
+from localinfer.kernels.cpu.kernel_abi import (
+    IN_PAIRS,
+    PAIR_BYTES,
+    PAIR_CODES,
+    RECORD_BYTES,
+    SCRATCH_BYTES,
+    activation_row_bytes,
+)
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.parameters import ATTENTION
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.cpu.weights import fields_of
+from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import target_features
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
 from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, is_float
@@ -67,9 +76,31 @@ def _array(values: NDArray[np.generic]) -> NDArray[np.uint8]:
 
 
 def packed_tiles() -> Tiles:
-    """Random weights in every layout, a tile of each."""
+    """Random weights in every layout, a tile of each, as products of single rows take it."""
     pool, shapes = ThreadPool(1), {layout: (TILE_ROWS, _columns(layout)) for layout in Layout}
-    return {one: linear(pool, one, random_weights(one, shapes[one], 1), shapes[one]).packed.data for one in Layout}
+    found = {one: linear(pool, one, random_weights(one, shapes[one], 1), shapes[one]).packed.data for one in Layout}
+    if not isa.pairs_rows():
+        return found
+    for layout, tile in found.items():
+        places, flips = _of_pairs(layout)
+        tile[places] = tile ^ flips
+    return found
+
+
+def _of_pairs(layout: Layout) -> tuple[NDArray[np.intp], NDArray[np.uint8]]:
+    """Where each byte of a tile in pairs is otherwise, and the bits in which it differs."""
+    unit = SIZES[layout].unit_bytes
+    places, flips = np.arange(unit), np.zeros(unit, np.uint8)
+    row, byte = np.divmod(np.arange(64), 4)
+    for single, paired in zip(fields_of(layout, False), fields_of(layout, True), strict=True):
+        _, _, items, start, kind, _, step = paired
+        for item in range(0, items if kind >= IN_PAIRS else 0, 2):
+            for column in range(2):
+                target = start + step * (item + row // 8) + 8 * (row % 8) + 4 * column + byte
+                places[target] = start + step * (item + column) + np.arange(64)
+                flips[target] = 0x80 if kind - IN_PAIRS != single[4] else 0
+    units = np.arange(_columns(layout) // SIZES[layout].unit)
+    return (unit * units[:, None] + places).reshape(-1), np.tile(flips, units.size)
 
 
 def _columns(layout: Layout) -> int:
@@ -78,9 +109,14 @@ def _columns(layout: Layout) -> int:
 
 def tile_product(tiles: Tiles, layout: Layout, product: Piece, num_rows: int, quantize: Piece) -> bytes:
     """ROWS rows of activations times a tile, num_rows at a time, to 16 columns each, and to 11 that are there."""
-    columns = _columns(layout)
+    columns, data = _columns(layout), tiles[layout]
+    if isa.pairs_rows():
+        places, flips = _of_pairs(layout)
+        data = _array(data[places] ^ flips)
     values = random_rows(ROWS, columns, 2)
-    rows = [_array(row) for row in values] if is_float(layout) else [_quantized(row, quantize) for row in values]
+    memory = [_array(row) for row in values] if is_float(layout) else _quantized(values, quantize)
+    rows = [address(row) for row in memory]
+    spare = _array(np.zeros(16, np.float32))
     bias, residuals = _array(random_rows(1, 16, 3)), _array(random_rows(ROWS, 16, 4))
     found = b""
     for count in (16, 11):
@@ -88,23 +124,34 @@ def tile_product(tiles: Tiles, layout: Layout, product: Piece, num_rows: int, qu
         for first in range(0, ROWS, num_rows):
             table = np.zeros((3, 8), np.int64)
             for slot in range(num_rows):
-                offset = 64 * (first + slot)
-                table[:, slot] = address(rows[first + slot]), address(out) + offset, address(residuals) + offset
-            product(address(tiles[layout]), columns, address(table), address(bias), 0.75, 0, count)
+                # Rows of a product that are more than there are repeat them, and are written elsewhere.
+                row = (first + slot) % ROWS
+                target = address(out) + 64 * row if first + slot < ROWS else address(spare)
+                table[:, slot] = rows[row], target, address(residuals) + 64 * row
+            product(address(data), columns, address(table), address(bias), 0.75, 0, count)
         # What is not there stays as it was.
         assert np.isfinite(out.view(np.float32).reshape(ROWS, 16)).sum() == ROWS * count
         found += out.tobytes()
     return found
 
 
-def _quantized(row: NDArray[np.float32], quantize: Piece) -> NDArray[np.uint8]:
-    """Codes and records of a row of activations."""
-    source, blocks = _array(row), row.size // 32
-    target = Arena(0).take(row.size + blocks * RECORD_BYTES)
-    for block in range(blocks):
-        codes = address(target) + 32 * block
-        quantize(address(source) + 128 * block, codes, address(target) + row.size + block * RECORD_BYTES)
-    return target
+def _quantized(rows: NDArray[np.float32], quantize: Piece) -> list[NDArray[np.uint8]]:
+    """Codes and records of an even number of rows of activations, from a row's first code on."""
+    count, columns = rows.shape
+    row_bytes = activation_row_bytes(columns)
+    memory = Arena(0).take(count * row_bytes)
+    found = []
+    for index, row in enumerate(rows):
+        source, second = _array(row), index % 2 if isa.pairs_rows() else 0
+        codes = (index - second) * row_bytes + 8 * second
+        for block in range(columns // 32):
+            if isa.pairs_rows():
+                places = codes + PAIR_BYTES * block, codes - 4 * second + PAIR_BYTES * block + PAIR_CODES
+            else:
+                places = codes + 32 * block, codes + columns + RECORD_BYTES * block
+            quantize(address(source) + 128 * block, *[address(memory) + place for place in places])
+        found.append(memory[codes:])
+    return found
 
 
 class _Chunk:

@@ -17,7 +17,7 @@ from llvmlite import binding as llvm
 from localinfer.kernels.jit import compile_ahead, isa
 from localinfer.kernels.jit.host import target_cpu, target_features
 from localinfer.kernels.jit.numba import optimised
-from localinfer.kernels.layouts import Layout
+from localinfer.kernels.layouts import PAIRED_LAYOUTS, Layout
 from tests.kernels.cpu import digest, run_pieces
 from tests.kernels.cpu.emit_assembly import PIECES, made, tile
 from tests.kernels.cpu.run_pieces import Piece
@@ -50,13 +50,22 @@ def digests() -> Iterator[tuple[str, str, str]]:
 
     tiles, quantize = run_pieces.packed_tiles(), linked(*PIECES["quantize"])
     for layout in Layout:
-        for rows in (1, 2, 4):
-            found = run_pieces.tile_product(tiles, layout, linked(*tile(layout, rows)), rows, quantize)
+        for rows, gathers in _products_of(layout):
+            piece = linked(*tile(layout, rows, gathers=gathers))
+            found = run_pieces.tile_product(tiles, layout, piece, rows, quantize)
             yield layout.name, f"{layout.name} by {rows} rows", hashlib.sha256(found).hexdigest()
     for what, run in (("key codes", run_pieces.scored_codes), ("value codes", run_pieces.weighed_codes)):
         for kind in (0, 1):
             name = f"{what} {kind}"
             yield name, name, hashlib.sha256(run(kind, linked(*PIECES[name]))).hexdigest()
+
+
+def _products_of(layout: Layout) -> list[tuple[int, bool]]:
+    """Numbers of rows of a layout's products, and whether these may be any, where products are of pairs."""
+    found = [(rows, False) for rows in (1, 2, 4)]
+    if isa.pairs_rows() and layout in PAIRED_LAYOUTS:
+        found += [(8, False), (2, True), (8, True)]
+    return found
 
 
 def main() -> None:

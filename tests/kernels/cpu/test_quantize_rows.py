@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES, activation_row_bytes
+from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES, activation_row_bytes
 from localinfer.kernels.cpu.memory import address, aligned_zeros
 from localinfer.kernels.cpu.parameters import BATCH, QUANTIZE
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import Kernel
 from tests.kernels.cpu.tape_runs import random_rows
 
@@ -21,7 +22,7 @@ def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8
     assert RECORD.itemsize == RECORD_BYTES
     rows, columns = x.shape
     stride = activation_row_bytes(columns)
-    memory = aligned_zeros(rows * stride)
+    memory = aligned_zeros((rows + rows % 2) * stride)
     header = BATCH.pack(**dict.fromkeys(BATCH.fields, 0) | {"num_rows": rows, "control": pool.control_address})
     words = QUANTIZE.pack(
         source=address(x), source_stride=4 * columns, target=address(memory), target_stride=stride, columns=columns,
@@ -29,9 +30,25 @@ def quantized(pool: ThreadPool, x: NDArray[np.float32]) -> tuple[NDArray[np.int8
     )  # fmt: skip
     ops = np.array([[Kernel("matmul.quantize_rows").address, address(words)]], np.int64)
     pool.run(address(ops), 1, address(header))
-    found = memory.reshape(rows, stride)
+    if isa.pairs_rows():
+        return _of_pairs(memory.reshape(-1, columns // 32, PAIR_BYTES), rows)
+    found = memory[: rows * stride].reshape(rows, stride)
     records = np.ascontiguousarray(found[:, columns : columns + columns // 32 * RECORD_BYTES]).view(RECORD)
     return found[:, :columns].view(np.int8), records
+
+
+def _of_pairs(blocks: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.int8], NDArray[np.void]]:
+    """The same of blocks uint8[pairs, blocks of a row, PAIR_BYTES]."""
+    pairs, count, _ = blocks.shape
+    codes = blocks[:, :, :PAIR_CODES].reshape(pairs, count, 4, 2, 8).transpose(0, 3, 1, 2, 4)
+    fields = np.ascontiguousarray(blocks[:, :, PAIR_CODES:]).view("<i4")
+    records = np.empty((pairs, 2, count, 5), "<i4")
+    for second in range(2):
+        np.testing.assert_array_equal(fields[..., [second, 4 + second]], fields[..., [2 + second, 6 + second]])
+        records[:, second] = fields[..., [second, 4 + second, 8 + second, 10 + second, 12 + second]]
+    records[..., 2:] -= PAIR_BIAS
+    whole = records.reshape(2 * pairs, count, 5).view(RECORD)[..., 0]
+    return codes.reshape(2 * pairs, 32 * count)[:rows].view(np.int8), whole[:rows]
 
 
 @pytest.mark.parametrize("columns", [32, 96, 1024, 1056])

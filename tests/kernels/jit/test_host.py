@@ -41,6 +41,7 @@ CPUS = {
     "Graviton 4 (Neoverse V2)": (f"{V8_4} sve sve2 svei8mm svebf16 i8mm bf16 rng", True, True),
     "Snapdragon X (Oryon)": (f"{V8_4} i8mm bf16 rng bti", True, True),
 }
+_BOTH = ("products of matrices (i8mm)", "dot products (ARMv8.2)")
 MACS = {
     "Apple M1": ({"FEAT_DotProd": 1, "FEAT_I8MM": 0, "FEAT_BF16": 0, "FEAT_FP16": 1}, False),
     "Apple M2": ({"FEAT_DotProd": 1, "FEAT_I8MM": 1, "FEAT_BF16": 1, "FEAT_FP16": 1}, True),
@@ -102,12 +103,13 @@ def test_a_cpu_of_linux_gets_the_kernels_that_it_can_run(cpu: str, arm64: pytest
     arm64.setattr(ctypes, "CDLL", linux(flags))
     features = host.host_features()
     assert features["dotprod"] is has_dot_products and features["i8mm"] is has_i8mm
-    assert best_path(features) is isa.available()[0] is (ISA.NEON_DOTPROD if has_dot_products else ISA.GENERIC)
+    wanted = ISA.NEON_I8MM if has_i8mm else ISA.NEON_DOTPROD if has_dot_products else ISA.GENERIC
+    assert best_path(features) is isa.available()[0] is wanted
     assert features["crc"] is True and features["sve"] is False, "what LLVM says itself"
     # Numba's code and LLVM's are for the same features.
     assert ("+dotprod" if has_dot_products else "-dotprod") in host.target_features().split(",")
     assert faster_instructions(isa.available()[0].value, "aarch64", features) == (
-        [] if has_dot_products else ["dot products (ARMv8.2)"]
+        [] if has_i8mm else ["products of matrices (i8mm)"] if has_dot_products else [*_BOTH]
     )
 
 
@@ -129,7 +131,7 @@ def test_a_mac_gets_the_kernels_that_it_can_run(cpu: str, arm64: pytest.MonkeyPa
     features = host.host_features()
     assert features["neon"] and features["dotprod"] and features["i8mm"] is has_i8mm
     assert "rdm" not in features, "a version that does not know a name says nothing of it"
-    assert isa.available() == [ISA.NEON_DOTPROD, ISA.GENERIC]
+    assert isa.available() == [*[ISA.NEON_I8MM] * has_i8mm, ISA.NEON_DOTPROD, ISA.GENERIC]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_mac_gets_the_kernels_that_it_can_run(cpu: str, arm64: pytest.MonkeyPa
     [
         ({19, 34}, [ISA.GENERIC]),
         ({19, 34, 43}, [ISA.NEON_DOTPROD, ISA.GENERIC]),
-        ({19, 34, 43, 66, 67, 68}, [ISA.NEON_DOTPROD, ISA.GENERIC]),
+        ({19, 34, 43, 66, 67, 68}, [ISA.NEON_I8MM, ISA.NEON_DOTPROD, ISA.GENERIC]),
     ],
     ids=["Snapdragon 835", "Snapdragon 8cx", "Snapdragon X Elite"],
 )

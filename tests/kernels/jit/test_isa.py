@@ -88,3 +88,19 @@ def test_the_path_for_every_cpu_computes_the_same_bits_in_whole_kernels() -> Non
         process.kill()
         process.communicate()
     assert output.split() == wanted
+
+
+def test_products_of_pairs_of_rows_compute_the_same_bits_without_their_instruction() -> None:
+    """As another CPU computes them by it: weights and activations are stored otherwise."""
+    code = (
+        "from localinfer.kernels.jit import compile_ahead, isa; isa.SELECTED = isa.ISA.NEON_I8MM; "
+        "compile_ahead.can_start_children = lambda: False; "
+        "from tests.kernels.cpu import digest; print(digest.products())"
+    )
+    process = start(code, REPOSITORY)
+    try:
+        output, _ = finish(process)
+    finally:
+        process.kill()
+        process.communicate()
+    assert output.split() == [products()]
