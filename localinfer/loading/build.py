@@ -143,16 +143,20 @@ def _media_of(
             "%s reads text only on %s; take device cpu for pictures and sounds", loaded.file.path.name, loaded.device
         )
         return None
-    from localinfer.loading.media import open_media
+    from localinfer.loading.media import missing_packages, open_media
 
     try:
-        return open_media(path, loaded, None if disk is None else disk.weights_memory, progress)
+        media = open_media(path, loaded, None if disk is None else disk.weights_memory, progress)
     except ModelFileError as error:
         if not path.is_dir():
             raise
         # Its text runs, as it did before anyone asked for more.
         logger.warning("%s reads text only: %s", loaded.file.path.name, error)
         return None
+    missing = missing_packages(media.kinds)
+    if missing is not None:
+        logger.warning("%s: %s", loaded.file.path.name, missing)
+    return media
 
 
 def _kv_memory(options: ModelOptions, budget: KVBudget, loaded: "Model") -> int | None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.errors import ContextLengthError, MessageError, ModelFileError, RequestError
+from localinfer.errors import ContextLengthError, MessageError, MissingPackageError, ModelFileError, RequestError
 from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.llm import LLM
+from localinfer.system import extras
 from tests.support.seeing_model import PICTURE_ROWS, picture_file, seeing_demo, write_mmproj
 
 pytest.importorskip("PIL", reason="Pillow is an optional package")
@@ -153,3 +154,15 @@ def test_errors_name_the_part_and_the_file(llm: LLM, model: Path, tmp_path: Path
         localinfer.load(model, mmproj=model, disk_cache=False)
     with pytest.raises(RequestError, match="mmproj"):
         localinfer.load(model, mmproj=5)  # type: ignore[arg-type]
+
+
+def test_packages_that_are_missing_are_named_at_loading_and_when_a_picture_comes(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extras, "_found", set())
+    monkeypatch.setattr(extras, "_is_there", lambda name: name != "PIL")
+    with localinfer.load(model, threads=1, disk_cache=False) as llm:
+        assert "reading pictures needs pillow" in caplog.text
+        assert llm.chat([{"role": "user", "content": "Hi"}], max_tokens=1).token_ids
+        with pytest.raises(MissingPackageError, match=r"pip install 'localinfer\[media\]'"):
+            llm.chat(asked(image(picture_file(9))))

@@ -34,6 +34,7 @@ from localinfer.errors import (
     ContextLengthError,
     LocalinferError,
     MessageError,
+    MissingPackageError,
     ModelFileError,
     OutOfMemoryError,
     OverloadedError,
@@ -317,7 +318,7 @@ def to_api_error(error: BaseException, request_id: str = "", *, prompt_field: st
                 return ApiError(429, text, code="queue_full", headers={"retry-after": seconds})
             told = {"predicted_ttft_seconds": round(predicted, 3)}
             return ApiError(429, text, code="ttft_objective", headers={"retry-after": seconds}, facts=told)
-        case BackendUnavailableError():
+        case BackendUnavailableError() | MissingPackageError():
             return unsupported(text)
         case OutOfMemoryError():
             return ApiError(503, text, code="insufficient_memory")
