@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,6 +109,12 @@ def test_no_handler_catches_everything_in_silence():
 
 def test_file_names_say_what_files_hold():
     assert [relative(path) for path in SOURCES if path.stem in VAGUE_NAMES] == []
+
+
+def test_names_of_test_files_are_unique():
+    """Folders without `__init__.py` are collected by the names of files alone, and a second one is an error."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_files_stay_short():
