@@ -260,7 +260,7 @@ class LLM(Closing):
             return stream.result()
 
     async def acomplete(
-        self, prompt: Prompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
+        self, prompt: Prompt | EncodedPrompt, *, parse_special: bool = False, **options: Unpack[GenerationOptions]
     ) -> Completion:
         """As `complete`, in a thread of its own; cancelling the task cancels the generation."""
         given = owned(prompt)

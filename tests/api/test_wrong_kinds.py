@@ -201,6 +201,7 @@ def test_every_parameter_of_the_methods_is_tried() -> None:
         *(
             "clear_cache",
             "close",
+            "encode_prompt",
             "handover_fingerprint",
             "load_session",
             "move_volatile_heads",

@@ -106,6 +106,7 @@ def test_run_defaults_are_the_documented_ones(fake_llm, capsys):
         "disk_cache_folder": None,
         "speculation": "auto",
         "draft": None,
+        "mmproj": "auto",
         "chat_template": None,
         "rope": localinfer.RopeOptions(),
         "overrides": {},
