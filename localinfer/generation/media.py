@@ -155,11 +155,6 @@ class MediaReader:
         self._prepared: OrderedDict[str, tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
         self._held: WeakValueDictionary[str, _Held] = WeakValueDictionary()
 
-    @property
-    def kinds(self) -> tuple[MediaKind, ...]:
-        """Kinds that the model reads."""
-        return self._model.kinds
-
     def read(self, sources: Sequence[MediaSource]) -> list[ReadMedia]:
         """Make the markers of pictures and sounds readable, as long as the result is held.
 
@@ -241,6 +236,8 @@ class MediaReader:
 
         messages: those that were rendered, before `as_parts`. Raises: TemplateError if it wrote fewer or more.
         """
+        if not self._tokens:
+            return segments
         markers = [
             piece
             for message in messages
@@ -248,7 +245,7 @@ class MediaReader:
             for piece in split_at_markers(content)
             if is_marker(piece)
         ]
-        if not self._tokens or not markers:
+        if not markers:
             return segments
         left = {kind: [marker for marker in markers if kind_of(marker) == kind] for kind in self._tokens}
         kinds = {token: kind for kind, token in self._tokens.items()}

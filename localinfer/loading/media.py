@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import ContextLengthError, MissingPackageError, ModelFileError, RequestError
-from localinfer.generation.chat.media_parts import MediaKind
+from localinfer.generation.chat.media_parts import CAPABILITIES, MediaKind
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.models.media.companion import find_companion
@@ -32,21 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AUTO, OFF = "auto", "off"
-CAPABILITIES: dict[MediaKind, str] = {"image": "vision", "audio": "audio"}
-"""Kinds of media, as the task of a model is named."""
 
-
-def media_path(mmproj: str | Path, model: Path) -> Path | None:
-    """The mmproj file of a model, as it was named or as it lies beside, or its Hugging Face folder; None for a model of
-    text.
+def find_media(model: Path) -> Path | None:
+    """The mmproj file beside a model's file, or a Hugging Face folder itself; None for a model of text.
 
     Raises: ModelFileError for a model's file that cannot be read.
     """
-    if mmproj == OFF:
-        return None
-    if mmproj != AUTO:
-        return Path(mmproj)
     if model.is_dir():
         try:
             return model if media_kinds(model) else None

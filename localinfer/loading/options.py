@@ -232,24 +232,21 @@ _MAX_CONFIG_BYTES = 1 << 24
 
 def media_path_of(mmproj: object, model: Path) -> Path | None:
     """The file of a model's encoders by the option `mmproj`, None for none. Raises: RequestError, ModelFileError."""
-    is_word = isinstance(mmproj, str)
-    if is_word and mmproj == "off":
+    if isinstance(mmproj, str) and mmproj == "off":
         return None
+    if not isinstance(mmproj, str) or mmproj != "auto":
+        given = check_path("mmproj", mmproj, ', "auto" or "off"')
+        if not given.is_file():
+            raise RequestError(
+                f'mmproj is {given}, and there is no such file; give a GGUF file, "auto" or "off"', field="mmproj"
+            )
+        return given
     # Most models have none, and finding one imports more and reads headers.
-    is_found = is_word and mmproj == "auto"
-    if is_found and model.is_dir():
-        if not _has_towers(model):
-            return None
-    elif is_found and not _has_mmproj(model.parent) and not _has_mmproj(model.parent.parent):
+    if not (_has_towers(model) if model.is_dir() else _has_mmproj(model.parent) or _has_mmproj(model.parent.parent)):
         return None
-    given = "auto" if is_found else check_path("mmproj", mmproj, ', "auto" or "off"')
-    if isinstance(given, Path) and not given.is_file():
-        raise RequestError(
-            f'mmproj is {given}, and there is no such file; give a GGUF file, "auto" or "off"', field="mmproj"
-        )
-    from localinfer.loading.media import media_path
+    from localinfer.loading.media import find_media
 
-    return media_path(given, model)
+    return find_media(model)
 
 
 def _has_towers(folder: Path) -> bool:

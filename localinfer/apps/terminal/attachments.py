@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from localinfer.apps.terminal.command import Command, complete_path, read_text
 from localinfer.errors import LocalinferError, RequestError
-from localinfer.generation.chat.media_parts import MediaKind, read_media_part
+from localinfer.generation.chat.media_parts import CAPABILITIES, MediaKind, read_media_part
 from localinfer.generation.chat.messages import Content
 from localinfer.system.extras import require
 
@@ -22,7 +22,6 @@ _MOST_BYTES_PER_TOKEN = 256
 """No text takes fewer tokens than its bytes over this, so longer files need not be read."""
 
 
-_CAPABILITIES: dict[MediaKind, str] = {"image": "vision", "audio": "audio"}
 _KINDS: dict[str, MediaKind] = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "image"),
     **dict.fromkeys((".wav", ".mp3", ".flac", ".ogg"), "audio"),
@@ -105,7 +104,7 @@ class AttachmentCommands:
         return False for any other line."""
         path = dropped_path(line)
         kind = None if path is None else _KINDS.get(path.suffix.lower())
-        if path is None or kind is None or _CAPABILITIES[kind] not in self._chat.conversation.llm.capabilities:
+        if path is None or kind is None or CAPABILITIES[kind] not in self._chat.conversation.llm.capabilities:
             return False
         self._add_media(kind, str(path))
         return True
@@ -148,7 +147,7 @@ class AttachmentCommands:
         if not path and kind == "audio":
             chat.notice(f"give the path of {named}: /audio PATH")
             return
-        if _CAPABILITIES[kind] not in conversation.llm.capabilities:
+        if CAPABILITIES[kind] not in conversation.llm.capabilities:
             chat.notice(
                 f"this model does not read {named}: /model switches to one that does, with its encoders' file (mmproj) "
                 "beside it"

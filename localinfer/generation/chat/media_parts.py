@@ -6,7 +6,6 @@ marker is replaced by what the model reads in its place.
 """
 
 import base64
-import binascii
 import hashlib
 import io
 import os
@@ -22,6 +21,8 @@ from localinfer.errors import MessageError
 from localinfer.system.extras import require
 
 MediaKind = Literal["image", "audio"]
+CAPABILITIES: Mapping[MediaKind, str] = {"image": "vision", "audio": "audio"}
+"""By kind the task of a model that reads it."""
 
 Segments = Sequence[tuple[str, bool]]
 """Texts in a row, each with whether the template wrote it, so that control tokens may be read in it."""
@@ -93,7 +94,7 @@ def read_media_part(part: object, path: str) -> MediaSource | None:
         name = "url" if "url" in value else "data"
         value = value.get(name)
     named = part.get("name")
-    if isinstance(value, str | os.PathLike) and name != "data" and not _DATA_URL.match(str(value)):
+    if isinstance(value, str | os.PathLike) and name != "data" and not is_data_url(str(value)):
         named = named or Path(value).name
     return MediaSource(kind, _bytes_of(value, kind, name, path), path, named if isinstance(named, str) else "")
 
@@ -145,6 +146,13 @@ def joined_parts(parts: Sequence[str | MediaSource], role: str) -> str:
     return text
 
 
+def parts_content(parts: Sequence[str | MediaSource], role: str) -> str | list[Any]:
+    """The content of a message of these parts: their text; with pictures or sounds, the list of parts."""
+    if not any(isinstance(part, MediaSource) for part in parts):
+        return joined_parts(parts, role)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
 def flattened(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[MediaSource]]:
     """Messages whose content is text with markers, and the pictures and sounds that these stand for, in order.
 
@@ -180,11 +188,22 @@ def check_spells_none(value: object, path: str) -> None:
             check_spells_none(inner, f"{path}[{index}]")
 
 
+def is_data_url(text: str) -> bool:
+    """True for a `data:` URL of base64."""
+    return _DATA_URL.match(text) is not None
+
+
+def decode_base64(text: str) -> bytes:
+    """The bytes of base64, or of a `data:` URL of it. Raises: ValueError."""
+    found = _DATA_URL.match(text)
+    return base64.b64decode(text[found.end() if found else 0 :], validate=True)
+
+
 def _bytes_of(value: object, kind: MediaKind, name: str, path: str) -> bytes:
     place = f"{path}.{name}"
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    if isinstance(value, str) and (name == "data" or _DATA_URL.match(value)):
+    if isinstance(value, str) and (name == "data" or is_data_url(value)):
         return _decoded(value, place, path)
     if isinstance(value, str) and re.match(r"(?i)[a-z][a-z0-9+.-]+://", value):
         raise MessageError(
@@ -198,10 +217,9 @@ def _bytes_of(value: object, kind: MediaKind, name: str, path: str) -> bytes:
 
 
 def _decoded(text: str, place: str, path: str) -> bytes:
-    found = _DATA_URL.match(text)
     try:
-        return base64.b64decode(text[found.end() if found else 0 :], validate=True)
-    except (binascii.Error, ValueError):
+        return decode_base64(text)
+    except ValueError:
         raise MessageError(f"{place} is no base64, as {text[:30]!r}...; {_WAYS}, or a data: URL", path) from None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from localinfer.arguments import owned, shown
 from localinfer.errors import ConstraintError, MessageError, RequestError
 from localinfer.generation.chat.json_schema import enforced_schema
-from localinfer.generation.chat.media_parts import MediaSource, joined_parts, read_media_part
+from localinfer.generation.chat.media_parts import MediaSource, parts_content, read_media_part
 from localinfer.generation.chat.value_types import type_of
 from localinfer.generation.options import ToolChoice
 from localinfer.generation.stream import ToolCall
@@ -131,9 +131,7 @@ def read_content(content: object, path: str, role: str) -> str | list[Any]:
                 is_unsupported=True,
             )
         parts.append(text)
-    if not any(isinstance(part, MediaSource) for part in parts):
-        return joined_parts(parts, role)
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return parts_content(parts, role)
 
 
 def _read_calls(calls: object, single: object, role: str, path: str) -> list[dict[str, Any]]:

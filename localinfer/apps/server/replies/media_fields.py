@@ -4,18 +4,15 @@ A part holds its bytes: base64, or a `data:` URL, which `transport.media_urls` m
 Paths are never read for a client.
 """
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from localinfer.apps.server.transport.http import ApiError, check_object, unsupported
 from localinfer.apps.server.transport.known_fields import MESSAGE_PARTS
-from localinfer.generation.chat.media_parts import MediaKind, MediaSource
+from localinfer.generation.chat.media_parts import MediaKind, MediaSource, decode_base64, is_data_url
 from localinfer.models.media.sounds import is_sound
 
-_DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.ASCII | re.IGNORECASE)
 _SHAPES: Mapping[str, tuple[MediaKind, str, str]] = {
     "image_url": ("image", "image_url", "url detail"),
     "input_image": ("image", "image_url", ""),
@@ -57,16 +54,15 @@ def media_file(text: object, path: str) -> MediaSource:
 
 def decoded(text: str, place: str, path: str) -> bytes:
     """The bytes of base64, or of a `data:` URL of it. place: of the text; path: of the part. Raises: ApiError."""
-    found = _DATA_URL.match(text)
-    if found is None and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text):
+    if not is_data_url(text) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text):
         raise unsupported(
             f"{place} is the address {text[:60]!r}, and this server fetches nothing; send the bytes of the file as a "
             "data: URL, such as data:image/png;base64,..., or start it with --allow-media-urls",
             path,
         )
     try:
-        return base64.b64decode(text[found.end() if found else 0 :], validate=True)
-    except (binascii.Error, ValueError):
+        return decode_base64(text)
+    except ValueError:
         raise ApiError(
             400, f"{place} is no base64: it begins with {text[:30]!r}; send the bytes of the file so", param=path
         ) from None

@@ -15,7 +15,7 @@ from localinfer.apps.server.replies.media_fields import media_part
 from localinfer.apps.server.transport.http import ApiError, check_object, unsupported
 from localinfer.apps.server.transport.known_fields import MESSAGE_MEMBERS, MESSAGE_PARTS, SEARCH_TOOLS, TOOLS
 from localinfer.errors import MessageError
-from localinfer.generation.chat.media_parts import MediaSource, joined_parts
+from localinfer.generation.chat.media_parts import MediaSource, joined_parts, parts_content
 from localinfer.generation.chat.messages import read_messages
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -96,7 +96,7 @@ def message_content(
     takes them. Raises: ApiError for what is neither."""
     if content is None or isinstance(content, str):
         return content or ""
-    return _content_of([_part_of(part, f"{path}[{index}]") for index, part in enumerate(content)], role)
+    return parts_content([_part_of(part, f"{path}[{index}]") for index, part in enumerate(content)], role)
 
 
 def _part_of(part: Mapping[str, Any] | MediaSource, path: str) -> str | MediaSource:
@@ -265,7 +265,7 @@ def chat_messages(message: InputMessage, path: str) -> list[ChatMessage]:
         *results,
         ChatMessage(
             message.role,
-            _content_of(parts, message.role),
+            parts_content(parts, message.role),
             tool_calls=calls or None,
             reasoning_content="".join(reasoning) if reasoning else None,
         ),
@@ -282,7 +282,7 @@ def blocks_content(content: Any, path: str) -> str | list[Any]:
             raise _refused(block, f"{path}[{index}]")
         _check_block(block, f"{path}[{index}]")
         parts.append(_block_part(block, f"{path}[{index}]"))
-    return _content_of(parts, "user")
+    return parts_content(parts, "user")
 
 
 def text_of(content: Any, path: str) -> str:
@@ -292,12 +292,6 @@ def text_of(content: Any, path: str) -> str:
         media = next(part for part in read if isinstance(part, MediaSource))
         raise unsupported(f"{media.path} is of type {media.kind!r}; only text can stand there", media.path)
     return read
-
-
-def _content_of(parts: Sequence[str | MediaSource], role: str) -> str | list[Any]:
-    if not any(isinstance(part, MediaSource) for part in parts):
-        return joined_parts(parts, role)
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _block_part(block: Mapping[str, Any], path: str) -> str | MediaSource:

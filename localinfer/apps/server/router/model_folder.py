@@ -110,7 +110,8 @@ def measure_need(
         encoders = media_path_of(mmproj, Path(path))
         media: tuple[str, ...] = ()
         if encoders is not None:
-            from localinfer.loading.media import CAPABILITIES, media_kinds, num_media_bytes
+            from localinfer.generation.chat.media_parts import CAPABILITIES
+            from localinfer.loading.media import media_kinds, num_media_bytes
 
             plan = replace(plan, media_bytes=num_media_bytes(encoders))
             media = tuple(CAPABILITIES[kind] for kind in media_kinds(encoders))
