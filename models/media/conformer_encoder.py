@@ -77,7 +77,7 @@ class Gemma4SoundEncoder:
         return self._body.run([planes.reshape(len(own), -1)], seen)[0].copy()
 
     def _write_block(self, writer: RowWriter, x: Buffer, name: str) -> Buffer:
-        builder, weights, epsilon, width = writer.builder, writer.weights, self.EPSILON, x.width
+        builder, epsilon, width = writer.builder, self.EPSILON, x.width
         normed = writer.rms_norm(x, f"{name}.ffn_norm", "normed", epsilon)
         _half_feed_forward(writer, x, normed, name, "", epsilon)
         normed = writer.rms_norm(x, f"{name}.attn_pre_norm", "normed", epsilon)
@@ -86,11 +86,7 @@ class Gemma4SoundEncoder:
         builder.add(x, x, out)
         # Converters give these two norms each other's name.
         normed = writer.rms_norm(x, f"{name}.conv_norm", "normed", epsilon)
-        first, second = writer.halves(normed, f"{name}.conv_pw1", ["values", "gates"], width)
-        builder.multiply_sigmoid(first, first, second)
-        taps = weights.shape(f"{name}.conv_dw.weight")[-1]
-        kernel = weights.values(f"{name}.conv_dw.weight", width, taps)
-        out = writer.host_step(first, "convolved", width, lambda rows: convolved_rows(rows, kernel, taps - 1))
+        out = _gated_convolution(writer, normed, name, is_causal=True)
         out = writer.activation(writer.rms_norm(out, f"{name}.norm_conv", "normed", epsilon), Activation.SILU)
         builder.add(x, x, writer.linear(out, f"{name}.conv_pw2", "branch", width))
         normed = writer.rms_norm(x, f"{name}.ffn_norm_1", "normed", epsilon)
@@ -124,6 +120,17 @@ class Gemma4SoundEncoder:
         shape = AttentionShape(heads, heads, size, size, 1.0, softcap=self.CAP, bidirectional=True)
         builder.attention(out, queries, 0, shape, relative=relative, takes_ranges=True)
         return out
+
+
+def _gated_convolution(writer: RowWriter, normed: Buffer, name: str, *, is_causal: bool) -> Buffer:
+    """Gated linear units, then each column convolved over time: with rows before only, or as many on either side."""
+    width = normed.width
+    first, second = writer.halves(normed, f"{name}.conv_pw1", ["values", "gates"], width)
+    writer.builder.multiply_sigmoid(first, first, second)
+    taps = writer.weights.shape(f"{name}.conv_dw.weight")[-1]
+    kernel = writer.weights.values(f"{name}.conv_dw.weight", width, taps)
+    before = taps - 1 if is_causal else taps // 2
+    return writer.host_step(first, "convolved", width, lambda rows: convolved_rows(rows, kernel, before))
 
 
 def _relative(writer: RowWriter, queries: Buffer, weight: LinearWeight, buckets: NDArray[np.int64]) -> Relative:
@@ -232,11 +239,7 @@ class Lfm2SoundEncoder:
         attended = self._write_attention(writer, normed, name, weight)
         builder.add(x, x, writer.linear(attended, f"{name}.attn_out", "branch", width))
         normed = writer.layer_norm(x, f"{name}.norm_conv", "normed", epsilon)
-        first, second = writer.halves(normed, f"{name}.conv_pw1", ["values", "gates"], width)
-        builder.multiply_sigmoid(first, first, second)
-        taps = weights.shape(f"{name}.conv_dw.weight")[-1]
-        kernel = weights.values(f"{name}.conv_dw.weight", width, taps)
-        out = writer.host_step(first, "convolved", width, lambda rows: convolved_rows(rows, kernel, taps // 2))
+        out = _gated_convolution(writer, normed, name, is_causal=False)
         builder.add_vector(out, weights.values(f"{name}.conv_dw.bias", width))
         builder.multiply(out, out, weights.values(f"{name}.conv_norm.weight", width))
         builder.add_vector(out, weights.values(f"{name}.conv_norm.bias", width))

@@ -528,7 +528,7 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         _gemma4_fields,
         epsilon="rms_norm_eps",
     ),
-    **dict.fromkeys(("qwen2_vl",), _qwen("qwen2vl_merger", _QWEN2_CLASS, _qwen_fields)),
+    "qwen2_vl": _qwen("qwen2vl_merger", _QWEN2_CLASS, _qwen_fields),
     **dict.fromkeys(
         ("qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"), _qwen("qwen2.5vl_merger", _QWEN25_CLASS, _qwen25_fields)
     ),
@@ -540,19 +540,15 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         ("qwen3_5", "qwen3_5_moe"),
         _qwen("qwen3vl_merger", _QWEN3_CLASS | {"deepstack_visual_indexes": []}, _qwen_fields),
     ),
-    "mistral3": TowerFamily(
-        "pixtral",
-        _pixtral_names(("vision_tower", "multi_modal_projector"), pixtral_projector("multi_modal_projector")),
-        _PIXTRAL_CLASS,
-        _pixtral_fields,
-        extra=_BREAK,
-    ),
-    "pixtral": TowerFamily(
-        "pixtral",
-        _pixtral_names(("vision_tower", "multi_modal_projector"), pixtral_projector("multi_modal_projector")),
-        _PIXTRAL_CLASS,
-        _pixtral_fields,
-        extra=_BREAK,
+    **dict.fromkeys(
+        ("mistral3", "pixtral"),
+        TowerFamily(
+            "pixtral",
+            _pixtral_names(("vision_tower", "multi_modal_projector"), pixtral_projector("multi_modal_projector")),
+            _PIXTRAL_CLASS,
+            _pixtral_fields,
+            extra=_BREAK,
+        ),
     ),
     "lighton_ocr": TowerFamily(
         "lightonocr",
