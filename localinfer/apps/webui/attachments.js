@@ -129,7 +129,9 @@ async function base64Of(file) {
 
 /** A recording in the browser's own form as a WAV file: 16 kHz, one channel, 16 bits. */
 async function waveOf(blob) {
-  const decoded = await new AudioContext().decodeAudioData(await blob.arrayBuffer());
+  const recorded = await blob.arrayBuffer();
+  const decoder = new AudioContext();
+  const decoded = await decoder.decodeAudioData(recorded).finally(() => decoder.close());
   const context = new OfflineAudioContext(1, Math.max(1, Math.ceil(decoded.duration * SAMPLE_RATE)), SAMPLE_RATE);
   const source = context.createBufferSource();
   source.buffer = decoded;
