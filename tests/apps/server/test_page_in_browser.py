@@ -139,6 +139,13 @@ class Chat:
         self.page.locator("#message").fill(text)
         self.page.keyboard.press("Enter")
 
+    def wait_start(self) -> None:
+        """Wait until the page has read its options, connected its controls and found the models.
+
+        It does so once its database is open, which may be after the browser calls it loaded.
+        """
+        self.page.locator("#model option").first.wait_for(state="attached")
+
     def wait(self, text: str, selector: str = ".assistant") -> None:
         self.page.locator(selector).last.get_by_text(text).first.wait_for()
 
@@ -418,6 +425,7 @@ def test_keys_that_type_go_into_the_text(open_chat: Callable[..., Chat]) -> None
 @pytest.mark.parametrize("kept", ["{", "null"])
 def test_broken_settings_leave_a_page_that_works(open_chat: Callable[..., Chat], kept: str) -> None:
     chat = open_chat()
+    chat.wait_start()
     chat.page.evaluate("(kept) => localStorage.setItem('localinfer.options', kept)", kept)
     chat.page.reload()
     chat.wait("could not be read", "#notice")
@@ -669,6 +677,7 @@ def test_a_full_context_offers_what_makes_room(open_chat: Callable[..., Chat]) -
 
 def test_a_message_is_added_to_a_long_conversation_without_touching_the_others(open_chat: Callable[..., Chat]) -> None:
     chat = open_chat()
+    chat.wait_start()
     turns = [{"role": ("user", "assistant")[i % 2], "content": f"Message *{i}*", "reasoning": ""} for i in range(2000)]
     kept = {"name": "Long", "model": "answer", "system": "", "options": {}, "turns": turns}
     chat.page.locator("#import-file").set_input_files(
