@@ -95,11 +95,10 @@ class LLM(Closing):
     ) -> None:
         """Take over a loaded model.
 
-        kv_window: bounds what each text holds; the model must have been loaded for it.
-        identity: of the model and its settings, for what is kept on disk. disk: keep conversations there.
-        speculation: what guesses tokens; None decodes one by one. limits: how many generations it takes on at once.
-        observer: gets the changes of the prefix cache. media: encoders of pictures and sounds. describe: gathers
-        `info`.
+        kv_window: bounds what each text holds; the model must have been loaded for it. identity: of the model and its
+        settings, for what is kept on disk. disk: keep conversations there. speculation: what guesses tokens; None
+        decodes one by one. limits: how many generations it takes on at once. observer: gets the changes of the prefix
+        cache. media: encoders of pictures and sounds. describe: gathers `info`.
         """
         from localinfer.engine.engine import Engine
 
@@ -126,7 +125,8 @@ class LLM(Closing):
             from localinfer.storage import prompt_cache
 
             history = None if self._chat_model is None else self._chat_model.history
-            self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history)
+            width = 0 if media is None else media.width
+            self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history, embedding_width=width)
             if self._chat_model is not None:
                 self._chat_model.disk = self._disk
 
@@ -172,12 +172,9 @@ class LLM(Closing):
 
     @property
     def _embedder(self) -> TextEmbedder:
-        return self._once("embedder", self._make_embedder)
-
-    def _make_embedder(self) -> TextEmbedder:
         from localinfer.generation.embedding import TextEmbedder
 
-        return TextEmbedder(self._engine, self._model)
+        return self._once("embedder", partial(TextEmbedder, self._engine, self._model))
 
     def __repr__(self) -> str:
         model = self._model
@@ -231,15 +228,21 @@ class LLM(Closing):
         return template is not None and template.source is not None and not template.is_fallback
 
     def encode_prompt(
-        self, parts: Sequence[str | MediaSource], *, parse_special: bool = False, max_tokens: int | None = None
+        self,
+        parts: Sequence[str | MediaSource],
+        *,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+        cache_salt: str | None = None,
     ) -> EncodedPrompt:
         """Encode texts, and pictures and sounds between them, as a prompt for `complete` and `stream`.
 
         parts: texts, and what `read_media_part` makes of parts of messages. max_tokens: a text of more is not read on.
-        Raises: MessageError for what the model does not read, RequestError, ContextLengthError.
+        cache_salt: of the generation. Raises: MessageError for what is not read, RequestError, ContextLengthError.
         """
-        if self._media_reader is not None:
-            return self._media_reader.encode_parts(parts, parse_special=parse_special, max_tokens=max_tokens)
+        reader = self._media_reader
+        if reader is not None:
+            return reader.encode_parts(parts, salt_of(cache_salt), parse_special=parse_special, max_tokens=max_tokens)
         from localinfer.generation.chat.messages import check_no_media
 
         check_no_media([{"content": list(parts)}])
@@ -429,9 +432,7 @@ class LLM(Closing):
         return int(self._chats().encode(messages, given, salt=salt).token_ids.size)
 
     def move_volatile_heads(self) -> None:
-        """Give the model lines of system messages that vary behind the rest; see
-        `localinfer.generation.chat_model`.
-        """
+        """Give the model lines of system messages that vary behind the rest; see `SystemPromptDrift`."""
         self._chats().heads.moves = True
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer], *, top: int = 0) -> list[TokenLogprobs | None]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, check_priority, shown
 from localinfer.engine.admission import EngineLimits, TtftStats
-from localinfer.engine.cache.block_hashes import CacheObserver
+from localinfer.engine.cache.block_hashes import NO_SALT, CacheObserver
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import KVEviction, forward
 from localinfer.engine.cache.stats import SnapshotStats
@@ -160,8 +160,10 @@ class Engine:
             raise TokenIdError("the prompt has no tokens; give at least one, such as the beginning-of-text token")
         return token_ids
 
-    def place_media(self, token_ids: NDArray[np.int32], media: Sequence[MediaRun]) -> PlacedMedia | None:
-        """Place the pictures and sounds of a checked prompt, given in order; None if there are none.
+    def place_media(
+        self, token_ids: NDArray[np.int32], media: Sequence[MediaRun], salt: bytes = NO_SALT
+    ) -> PlacedMedia | None:
+        """Place the pictures and sounds of a checked prompt, given in order; None if there are none. salt: of the text.
 
         Raises: RequestError for a model that was loaded for words only, for a run that is not in the prompt, and for
         one whose rows see each other and are more than a batch holds.
@@ -170,7 +172,7 @@ class Engine:
             return None
         if not self._model.config.takes_media:
             raise RequestError("this model was loaded to read words only, and the prompt has pictures or sounds")
-        placed, most = PlacedMedia.locate(token_ids, media, self.embeddings), self.program.max_batch_rows
+        placed, most = PlacedMedia.locate(token_ids, media, self.embeddings, salt), self.program.max_batch_rows
         if placed is not None and placed.largest_batch() > most:
             raise RequestError(
                 f"a picture takes {placed.largest_batch()} rows that are computed at once, and a batch has {most}; "
@@ -226,7 +228,7 @@ class Engine:
         self.check_generates()
         limit = check_max_tokens(max_tokens)
         token_ids = self.check_prompt(prompt_ids, media=media, shifts_context=context_shift, needs_tokens=True)
-        placed = self.place_media(token_ids, media)
+        placed = self.place_media(token_ids, media, cache_hints.salt)
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
         stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
         limit = min(limit, (sys.maxsize if context_shift else self.context_length) - token_ids.size)

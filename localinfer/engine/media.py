@@ -5,7 +5,7 @@ session files treat a picture as they do words: equal ids are equal pictures, no
 
 A prompt is its ids and its runs in order. `PlacedMedia` knows where the runs stand in a text, and so what a batch is
 told of any of its rows: embeddings, positions for rotation, and which later rows a row sees; and where the text may be
-cut. Embeddings are computed where rows have to be, and kept by `EmbeddingStore`, within bytes.
+cut. Embeddings are computed where rows have to be, and kept by `EmbeddingStore`, within bytes, over an `EmbeddingTier`.
 """
 
 import hashlib
@@ -14,10 +14,12 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.errors import RequestError, TokenIdError
 from localinfer.kernels.ops import NUM_AXES
 from localinfer.kernels.program import MediaRows, Segment
@@ -69,26 +71,37 @@ DEFAULT_EMBEDDING_BYTES = 256 << 20
 """Embeddings that are kept: of some 70 pictures of 256 rows, for a model 3,584 wide."""
 
 
+class EmbeddingTier(Protocol):
+    """A slower memory under the store, such as the disk. Any thread may ask."""
+
+    def find(self, ids: TokenIds, salt: bytes) -> FloatArray | None:
+        """The embeddings of a run by its ids, if they are there for this salt."""
+
+    def on_computed(self, ids: TokenIds, salt: bytes) -> None:
+        """Called when embeddings that were not there are in the store."""
+
+
 class EmbeddingStore:
     """Embeddings of the runs used last, within `max_bytes`; any thread may ask.
 
-    Each run is computed by one thread, for which others that want the same wait. Runs whose ids do not tell them apart
-    are not kept. num_bytes: of those kept. held_bytes: of those that texts hold until their rows are computed, which
-    leave as much less to be kept.
+    Each run is computed by one thread, for which others that want the same wait. Texts of other salts share none. Runs
+    whose ids do not tell them apart are not kept. num_bytes: of those kept. held_bytes: of those that texts hold until
+    their rows are computed, which leave as much less to be kept. tier: is asked before anything is computed.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_EMBEDDING_BYTES) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = self.held_bytes = 0
-        self._kept: OrderedDict[bytes, FloatArray] = OrderedDict()
-        self._computing: dict[bytes, threading.Lock] = {}
+        self.tier: EmbeddingTier | None = None
+        self._kept: OrderedDict[tuple[bytes, bytes], FloatArray] = OrderedDict()
+        self._computing: dict[tuple[bytes, bytes], threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def find(self, run: MediaRun) -> FloatArray:
+    def find(self, run: MediaRun, salt: bytes = NO_SALT) -> FloatArray:
         """The embeddings of a run, computed if they are not kept. Raises: what `embed` does; RequestError."""
         if run.ids.size < FEWEST_CACHED_ROWS:
             return _computed(run)
-        key = run.ids.tobytes()
+        key = salt, run.ids.tobytes()
         with self._lock:
             computing = self._computing.setdefault(key, threading.Lock())
         with computing:
@@ -98,12 +111,21 @@ class EmbeddingStore:
                     if rows is not None:
                         self._kept.move_to_end(key)
                         return rows
-                rows = _computed(run)
+                tier = self.tier
+                stored = None if tier is None else tier.find(run.ids, salt)
+                rows = _computed(run) if stored is None else stored
                 self._keep(key, rows)
+                if tier is not None and stored is None:
+                    tier.on_computed(run.ids, salt)
                 return rows
             finally:
                 with self._lock:
                     self._computing.pop(key, None)
+
+    def kept(self, ids: TokenIds, salt: bytes) -> FloatArray | None:
+        """The embeddings of a run by its ids, if they are kept in memory."""
+        with self._lock:
+            return self._kept.get((salt, ids.tobytes()))
 
     @property
     def may_hold_ahead(self) -> bool:
@@ -122,7 +144,7 @@ class EmbeddingStore:
             self._kept.clear()
             self.num_bytes = 0
 
-    def _keep(self, key: bytes, rows: FloatArray) -> None:
+    def _keep(self, key: tuple[bytes, bytes], rows: FloatArray) -> None:
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = rows
@@ -169,15 +191,16 @@ class PlacedMedia:
     Texts that share a prefix up to a position share all that is told of the rows before it.
     """
 
-    def __init__(self, runs: Sequence[tuple[int, int, MediaRun]], store: EmbeddingStore) -> None:
-        """Take runs in order: the position of the first row, the number among the prompt's runs, and the run."""
+    def __init__(self, runs: Sequence[tuple[int, int, MediaRun]], store: EmbeddingStore, salt: bytes = NO_SALT) -> None:
+        """Take runs in order: the position of the first row, the number among the prompt's runs, and the run. salt: of
+        the text."""
         places, shift = [], 0
         for start, number, run in runs:
             shift += run.ids.size - run.num_positions
             places.append(_Place(start, run, number, shift))
         self._places = tuple(places)
         self._starts = [place.start for place in places]
-        self._store = store
+        self._store, self._salt = store, salt
         self._held: dict[int, FloatArray] = {}
         self.end = places[-1].end
         """Position after the last run."""
@@ -185,7 +208,9 @@ class PlacedMedia:
         """Positions of the longest prefix that its ids tell from every other; None for any."""
 
     @classmethod
-    def locate(cls, token_ids: TokenIds, runs: Sequence[MediaRun], store: EmbeddingStore) -> "PlacedMedia | None":
+    def locate(
+        cls, token_ids: TokenIds, runs: Sequence[MediaRun], store: EmbeddingStore, salt: bytes = NO_SALT
+    ) -> "PlacedMedia | None":
         """Place the runs of a prompt, which has their ids in this order; None if it has none.
 
         Raises: TokenIdError for negative ids that are of no run, RequestError for a run that is not there.
@@ -209,13 +234,13 @@ class PlacedMedia:
                 f"token id {token_ids[index]} at index {index} is not in the vocabulary, and no picture or sound was "
                 "given for it"
             )
-        return cls(found, store) if found else None
+        return cls(found, store, salt) if found else None
 
     def shifted(self, kept: int, first: int) -> "PlacedMedia | None":
         """The runs of a text of which the first `kept` ids stay, and then those from `first` on; neither cuts a run."""
         moved = [(one.start, one.number, one.run) for one in self._places if one.end <= kept]
         moved += [(one.start - first + kept, one.number, one.run) for one in self._places if one.start >= first]
-        return PlacedMedia(moved, self._store) if moved else None
+        return PlacedMedia(moved, self._store, self._salt) if moved else None
 
     def run_at(self, position: int) -> tuple[int, int] | None:
         """First position and end of the run that a cut before `position` would part; None if it would part none."""
@@ -318,7 +343,7 @@ class PlacedMedia:
         """Those of a run, held until its rows are computed, so that the parts of a long one take one encoding."""
         rows = self._held.get(place.number)
         if rows is None:
-            rows = self._held[place.number] = self._store.find(place.run)
+            rows = self._held[place.number] = self._store.find(place.run, self._salt)
             self._store.note_held(rows.nbytes)
         return rows
 

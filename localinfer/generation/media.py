@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.media import MediaRun, media_ids
 from localinfer.errors import ContextLengthError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.media_parts import (
@@ -52,6 +53,11 @@ class MediaModel(Protocol):
     """Kinds that it reads."""
     pool: "ThreadPool"
     """Threads of its own, so that the model may take steps meanwhile."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of an embedding."""
+        ...
 
     @property
     def tokens(self) -> Mapping[MediaKind, str]:
@@ -151,12 +157,14 @@ class MediaReader:
         self._tokenizer = tokenizer
         self._tokens = dict(model.tokens) if template is not None and _writes_tokens(template, model.tokens) else {}
         self._lock = threading.Lock()
-        self._layouts: OrderedDict[str, _Layout] = OrderedDict()
-        self._prepared: OrderedDict[str, tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
+        self._layouts: OrderedDict[tuple[bytes, str], _Layout] = OrderedDict()
+        self._prepared: OrderedDict[tuple[bytes, str], tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
         self._held: WeakValueDictionary[str, _Held] = WeakValueDictionary()
 
-    def read(self, sources: Sequence[MediaSource]) -> list[ReadMedia]:
+    def read(self, sources: Sequence[MediaSource], salt: bytes = NO_SALT) -> list[ReadMedia]:
         """Make the markers of pictures and sounds readable, as long as the result is held.
+
+        salt: what is known of a picture, another's prompt shows by its time; so none of another salt is known.
 
         Raises: MessageError for a kind that the model does not read; RequestError for what cannot be decoded.
         """
@@ -165,18 +173,23 @@ class MediaReader:
         for source in sources:
             message, _, _ = source.path.partition(".content")
             numbers[message, source.kind] += 1
-            media.append(ReadMedia(self._hold(source), _place(source, message, numbers[message, source.kind])))
+            media.append(ReadMedia(self._hold(source, salt), _place(source, message, numbers[message, source.kind])))
         return media
 
     def encode_parts(
-        self, parts: Sequence[str | MediaSource], *, parse_special: bool = False, max_tokens: int | None = None
+        self,
+        parts: Sequence[str | MediaSource],
+        salt: bytes = NO_SALT,
+        *,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
     ) -> EncodedPrompt:
         """Encode a prompt of texts, and of pictures and sounds between them; the first token begins a text.
 
-        Options: as of `Tokenizer.encode`. Raises: as `read`; ContextLengthError for a long text of more than
+        Options: as of `Tokenizer.encode` and `read`. Raises: as `read`; ContextLengthError for a long text of more than
         `max_tokens`.
         """
-        media = self.read([part for part in parts if isinstance(part, MediaSource)])
+        media = self.read([part for part in parts if isinstance(part, MediaSource)], salt)
         segments = []
         for part in parts:
             if isinstance(part, str):
@@ -272,7 +285,7 @@ class MediaReader:
         found = (self._held.get(piece) for piece in split_at_markers(text))
         return tuple(run for one in found if one is not None for run in one.runs)
 
-    def _hold(self, source: MediaSource) -> _Held:
+    def _hold(self, source: MediaSource, salt: bytes) -> _Held:
         if source.kind not in self._model.kinds:
             raise MessageError(
                 f"{source.path} is {'a picture' if source.kind == 'image' else 'a sound'}, and this model reads "
@@ -283,28 +296,28 @@ class MediaReader:
         marker = source.marker
         with self._lock:
             held = self._held.get(marker)
-            layout = self._layouts.get(marker)
+            layout = self._layouts.get((salt, marker))
             if layout is not None:
-                self._layouts.move_to_end(marker)
-        if held is not None:
-            return held
+                self._layouts.move_to_end((salt, marker))
         if layout is None:
-            layout = self._lay_out(source)
+            layout = self._lay_out(source, salt)
+        elif held is not None:
+            return held
+        stretches = [piece for piece in layout.pieces if not isinstance(piece, str)]
         runs = tuple(
             MediaRun(
-                piece.ids, partial(self._embed, source, piece.index), piece.grid, piece.num_positions, piece.sees_itself
+                one.ids, partial(self._embed, source, one.index, salt), one.grid, one.num_positions, one.sees_itself
             )
-            for piece in layout.pieces
-            if not isinstance(piece, str)
+            for one in stretches
         )
         with self._lock:
-            self._layouts[marker] = layout
+            self._layouts[salt, marker] = layout
             while len(self._layouts) > _MOST_KNOWN:
                 self._layouts.popitem(last=False)
             return self._held.setdefault(marker, _Held(layout, runs))
 
-    def _lay_out(self, source: MediaSource) -> _Layout:
-        prepared, notices = self._prepare(source)
+    def _lay_out(self, source: MediaSource, salt: bytes) -> _Layout:
+        prepared, notices = self._prepare(source, salt)
         pieces: list[str | _Stretch] = []
         for index, piece in enumerate(prepared.pieces):
             if isinstance(piece, str):
@@ -314,17 +327,18 @@ class MediaReader:
             pieces.append(_Stretch(rows, index, piece.grid, piece.num_positions, self._model.sees_itself(piece)))
         return _Layout(tuple(pieces), notices)
 
-    def _embed(self, source: MediaSource, index: int) -> FloatArray:
+    def _embed(self, source: MediaSource, index: int, salt: bytes) -> FloatArray:
         """The embeddings of one piece of what a source is prepared to."""
-        piece = self._prepare(source)[0].pieces[index]
+        piece = self._prepare(source, salt)[0].pieces[index]
         assert not isinstance(piece, str), "runs are made of encoder inputs"
         return self._model.encode(piece)
 
-    def _prepare(self, source: MediaSource) -> tuple[PreparedMedia, tuple[str, ...]]:
+    def _prepare(self, source: MediaSource, salt: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
+        key = salt, source.marker
         with self._lock:
-            known = self._prepared.get(source.marker)
+            known = self._prepared.get(key)
             if known is not None:
-                self._prepared.move_to_end(source.marker)
+                self._prepared.move_to_end(key)
                 return known
         try:
             made = self._model.prepare(source.kind, source.data, is_alone=not self._tokens)
@@ -333,7 +347,7 @@ class MediaReader:
         except RequestError as error:
             raise MessageError(f"{source.path}: {error}", source.path) from None
         with self._lock:
-            self._prepared[source.marker] = made
+            self._prepared[key] = made
             while len(self._prepared) > 1 and sum(map(_num_bytes, self._prepared.values())) > _MOST_PREPARED_BYTES:
                 self._prepared.popitem(last=False)
         return made

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -111,7 +112,9 @@ def open_media(path: Path, model: "Model", memory: Path | None, progress: Progre
         close = opened.pop_all().close
 
     def identity() -> bytes:
-        return settings + (weights.cached_hash() or weights.compute_hash(threads=model.pool.num_threads) or "").encode()
+        found = weights.cached_hash() or weights.compute_hash(threads=model.pool.num_threads)
+        # Of a file that was changed since, nothing is to be found by others, nor after a restart.
+        return settings + (os.urandom(32) if found is None else found.encode())
 
     return LoadedMedia(
         encoder,
@@ -143,6 +146,7 @@ class LoadedMedia:
     ) -> None:
         self.config = encoder.config
         self.kinds = _kinds(self.config)
+        self.width = encoder.width
         self._encoder = encoder
         self._folder = folder
         self.tokens: dict[MediaKind, str] = {}

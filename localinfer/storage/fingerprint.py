@@ -77,7 +77,7 @@ def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[s
         "chat template": template.hexdigest()[:32],
         "key-value layout": f"{getattr(kv_layout, 'kv_type', '')} {_hash(repr(kv_layout))}".strip(),
         "position encoding": _position_encoding(config),
-        "program": _program(),
+        "program": program(),
     }
 
 
@@ -232,7 +232,7 @@ def _position_encoding(config: object) -> str:
     return "long context" if 0 < original < getattr(config, "context_length", 0) else "as trained"
 
 
-def _program() -> str:
+def program() -> str:
     """Versions and source hash: another kernel may round differently. Not the CPU, as every path has the same bits."""
     from llvmlite import binding as llvm
 

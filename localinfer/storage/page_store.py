@@ -4,7 +4,7 @@ A file has a header, then the page's bytes as in memory:
 
 | bytes | what |
 |---|---|
-| 8 | `LOCALKV` and a zero; `LOCALKW` for a sliding-window block, `LOCALKS` for recurrent states after these tokens |
+| 8 | `LOCALKV`, a zero; `LOCALKW`: sliding-window block, `LOCALKS`: recurrent states after it, `LOCALKE`: embeddings |
 | 4 x 3 | version, tokens computed, capacity of a page in tokens (little-endian uint32) |
 | 8 | bytes of the page (little-endian uint64) |
 | 32 | key of the page before it |
@@ -49,6 +49,7 @@ from localinfer.types import TokenIds
 MAGIC = b"LOCALKV\0"
 WINDOWED_MAGIC = b"LOCALKW\0"
 STATE_MAGIC = b"LOCALKS\0"
+EMBEDDING_MAGIC = b"LOCALKE\0"
 FORMAT_VERSION = 1
 KEY_BYTES = 32
 CHECKSUM_BYTES = 32
@@ -224,6 +225,7 @@ class FileKind(Enum):
     PAGE = (".page", MAGIC)
     WINDOW = (".window", WINDOWED_MAGIC)
     STATE = (".state", STATE_MAGIC)
+    EMBEDDING = (".embedding", EMBEDDING_MAGIC)
 
 
 _PAGES_AT_ONCE = 16

@@ -28,6 +28,7 @@ from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.storage.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER, described_folders
 from localinfer.storage.chats import AnsweredChat, ChatMemory, StoredChats
+from localinfer.storage.embedding_files import EmbeddingFiles
 from localinfer.storage.fingerprint import (
     Fingerprint,
     ModelIdentity,
@@ -220,8 +221,9 @@ class DiskCache:
     """A `CacheTier` over a folder, for one engine. `close` and the end of the process write what is pending.
 
     history: its chats are stored too. The folder is created if it is missing, and refused, with a warning, if others
-    could write it. idle_seconds: idle time after a sequence's last token before it is written. in_background: False has
-    no thread: what is due is written when `write_next` is called.
+    could write it. embedding_width: of a model that sees or hears, whose embeddings are kept too. idle_seconds: idle
+    time after a sequence's last token before it is written. in_background: False has no thread: what is due is written
+    when `write_next` is called.
     """
 
     def __init__(
@@ -231,6 +233,7 @@ class DiskCache:
         options: DiskOptions,
         history: ChatMemory | None = None,
         *,
+        embedding_width: int = 0,
         idle_seconds: float = _IDLE_SECONDS,
         in_background: bool = True,
     ) -> None:
@@ -250,6 +253,7 @@ class DiskCache:
         self._closing = threading.Lock()
         self._behind = WriteBehind(self._saving, idle_seconds, has_thread=in_background)
         self._cache: PrefixCache | None = None
+        self.embeddings: EmbeddingFiles | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         problem = make_private(options.folder)
         if problem is not None:
@@ -265,6 +269,9 @@ class DiskCache:
         with engine.exclusive_cache() as cache:
             self._cache = cache
             cache.set_tier(self)
+        if embedding_width:
+            self.embeddings = EmbeddingFiles(options.folder, embedding_width, engine.embeddings, options.max_bytes)
+            engine.embeddings.tier = self.embeddings
         if history is not None:
             history.on_answer = self._answered.append
 
@@ -362,12 +369,15 @@ class DiskCache:
             self._opener.join(seconds)
 
     def _saving(self, pending: Sequence[IdleSequence], *, is_behind: bool) -> Steps:
-        """Write sequences and chats: in steps, between which the engine may run, or with all threads meanwhile."""
+        """Write embeddings, sequences and chats: in steps, between which the engine may run, or with all threads
+        meanwhile."""
         threads = 1 if is_behind else num_io_threads()
         if pending:
             self._wait_for_opener()
         if self._has_model_changed():
             return
+        if self.embeddings is not None:
+            yield from self.embeddings.saving(threads=threads, should_stop=self._must_stop)
         for token_ids, salt in pending:
             try:
                 fingerprint = self._identity.compute(threads=threads, should_stop=self._must_stop)

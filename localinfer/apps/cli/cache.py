@@ -39,8 +39,12 @@ def cache_command(disk_cache_folder: str | None, clear: bool, typed_lines: bool,
             if line is not None:
                 click.echo(line)
         return
-    total = sum(file.num_bytes for file in stored_files(folder))
+    files = list(stored_files(folder))
+    total = sum(file.num_bytes for file in files)
     click.echo(f"{neutralise_controls(str(folder))}: {total:,} bytes")
+    embeddings = [file.num_bytes for file in files if file.path.endswith(".embedding")]
+    if embeddings:
+        click.echo(f"  embeddings of pictures and sounds: {sum(embeddings):,} bytes")
     for last_used, line in sorted(_models(folder), reverse=True):
         click.echo(f"{line}, last used {datetime.fromtimestamp(last_used).strftime('%Y-%m-%d %H:%M')}")
 

@@ -194,6 +194,12 @@ def test_a_chat_with_pictures_is_the_ids_of_its_texts_and_pictures() -> None:
         len(model.prepared) == 1
         and (other.token_ids[: chat.token_ids.size] != chat.token_ids[: other.token_ids.size]).any()
     )
+    # What another owner sent is not known, and reads the same.
+    model.prepared.clear()
+    source = MediaSource("image", DATA, "messages[0].content[0]")
+    for salt in (b"alice", b"bob", b"alice"):
+        assert [run.ids.tolist() for run in reader.read([source], salt)[0].held.runs] == [rows.tolist()] * 2
+    assert len(model.prepared) == 2
     np.testing.assert_array_equal(chat.media[1].embed(), np.full((len(DATA), 2), sum(DATA), np.float32))
     with pytest.raises(MessageError, match="is a sound"):
         encoded([{"type": "audio", "audio": DATA}])

@@ -20,6 +20,7 @@ from localinfer.apps.server.api.serving import (
     serve_reply,
     timings,
 )
+from localinfer.apps.server.replies.clients import salt_options
 from localinfer.apps.server.replies.fields import (
     CacheSalt,
     GenerationFields,
@@ -354,20 +355,20 @@ _NOT_TIMINGS = ("cache_miss", "notices")
 async def completion(request: Request) -> Response:
     """Continue prompts."""
     body = await read_body(request, LlamaCompletionRequest)
-    return await serve_completion(request, body, await prepared(request, _encoders, body.prompt))
+    return await serve_completion(request, body, await prepared(request, _encoders, request, body.prompt))
 
 
-def _encoders(prompt: Any) -> "list[Encoder]":
+def _encoders(request: Request, prompt: Any) -> "list[Encoder]":
     """A function for each prompt. Raises: ApiError."""
     if isinstance(prompt, list) and any(isinstance(one, dict) for one in prompt) and len(prompt) <= _MOST_PROMPTS:
-        return [encoder for index, one in enumerate(prompt) for encoder in _of_one(one, f"prompt[{index}]")]
-    return _of_one(prompt, "prompt")
+        return [encoder for index, one in enumerate(prompt) for encoder in _of_one(request, one, f"prompt[{index}]")]
+    return _of_one(request, prompt, "prompt")
 
 
-def _of_one(prompt: Any, path: str) -> "list[Encoder]":
+def _of_one(request: Request, prompt: Any, path: str) -> "list[Encoder]":
     parts = media_pieces(prompt, path)
     if parts is not None:
-        return [partial(_encode_media, parts=parts)]
+        return [partial(_encode_media, parts=parts, salt=salt_options(request))]
     return [partial(_encode, pieces=pieces) for pieces in read_prompts(prompt, path, at_most=_MOST_PROMPTS)]
 
 
@@ -375,8 +376,10 @@ def _encode(llm: "LLM", pieces: Pieces, max_tokens: int | None) -> list[int]:
     return encode_pieces(llm.tokenizer, pieces, add_special=True, parse_special=True, max_tokens=max_tokens)
 
 
-def _encode_media(llm: "LLM", parts: MediaPieces, max_tokens: int | None) -> "EncodedPrompt":
-    return llm.encode_prompt(parts, parse_special=True, max_tokens=max_tokens)
+def _encode_media(
+    llm: "LLM", max_tokens: int | None, *, parts: MediaPieces, salt: Mapping[str, Any]
+) -> "EncodedPrompt":
+    return llm.encode_prompt(parts, parse_special=True, max_tokens=max_tokens, **salt)
 
 
 async def serve_completion(request: Request, body: LlamaFields, prompts: "Sequence[Encoder]") -> Response:
