@@ -501,6 +501,7 @@ class GraphBuilder:
     clamp = _writer(ops.Clamp, _check_limit)
     bound = _writer(ops.Bound, _check_bound)
     scale_by_position = _writer(ops.ScaleByPosition, _check_scale_by_position)
+    softmax = _writer(ops.Softmax, lambda op: _same_shape(op.out, op.x))
     softcap = _writer(ops.Softcap)
     copy_heads = _writer(ops.CopyHeads, _check_copy_heads)
     head_matmul = _writer(ops.HeadMatmul, _check_head_matmul)

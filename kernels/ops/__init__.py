@@ -48,6 +48,7 @@ from localinfer.kernels.ops.elementwise import (
     ScaleByPosition as ScaleByPosition,
     SelectOutput as SelectOutput,
     Softcap as Softcap,
+    Softmax as Softmax,
     Xielu as Xielu,
 )
 from localinfer.kernels.ops.graph import (

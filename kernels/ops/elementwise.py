@@ -124,6 +124,13 @@ class GaussianTopK(Record):
     num_deviations: float
 
 
+class Softmax(Record):
+    """out = exp(x - max(x)) over its sum, of each row."""
+
+    out: Buffer
+    x: Buffer
+
+
 class Softcap(Record):
     """x = cap * tanh(x / cap), in place."""
 

@@ -29,6 +29,7 @@ from localinfer.kernels.ops.elementwise import (
     ScaleByPosition,
     SelectOutput,
     Softcap,
+    Softmax,
     Xielu,
 )
 from localinfer.kernels.ops.matmul import ExpertFactors, ExpertMatmul, ExpertScale, ExpertSum, HeadMatmul, Matmul, Route
@@ -54,7 +55,7 @@ Op = (
     | EmbedPositions | EmbedTypes | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate
     | GaussianTopK | HeadMatmul | LayerNorm | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid
     | PreviousRow | RecurrentOp | RmsNorm | Rope | RotateByRow | Route | Scale | ScaleByPosition | SelectOutput
-    | Softcap | StageBoundary | StoreKV | Xielu
+    | Softcap | Softmax | StageBoundary | StoreKV | Xielu
 )  # fmt: skip
 
 

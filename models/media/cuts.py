@@ -47,6 +47,8 @@ class Cut:
     """Columns and rows of its embeddings, for decoders with positions in several dimensions."""
     kept: Size | None = None
     """Columns and rows of patches that are kept of several tiles, from their middle."""
+    marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Numbers of the encoder's marks before and behind it, whose rows count as its own."""
 
 
 Plan = Callable[[int, int, int], tuple[str | Cut, ...]]
@@ -154,6 +156,7 @@ def encoder_input(cut: Cut, values: NDArray[np.uint8]) -> EncoderInput:
         grid=None if cut.grid is None else (rows, columns),
         num_positions=cut.num_rows if cut.grid is None else max(cut.grid),
         kept=None if cut.kept is None else (cut.kept[1], cut.kept[0]),
+        marks=cut.marks,
     )
 
 

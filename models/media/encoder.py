@@ -96,6 +96,8 @@ class MediaEncoder:
         elif not piece.is_sound and self._pictures is not None:
             tiles = self._pictures.encode_tiles
             rows = self._pictures.encode(piece.values) if piece.kept is None else tiles(piece.values, piece.kept)
+            if any(piece.marks):
+                rows = self._pictures.marked(rows, piece.marks)
         else:
             raise RequestError(f"a {kind} was given, and the model has no encoder for it; use a model that has one")
         if len(rows) != piece.num_rows:

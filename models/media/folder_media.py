@@ -115,6 +115,7 @@ def open_folder_media(
         vision = vision_settings(settings, seeing)
         towers.append(seeing.names(settings, vision))
         extra |= {target: (_embedding(folder), _row(token, token_id)) for target, token in seeing.extra.items()}
+        _check_marks(settings, seeing, token_id)
     if hearing is not None:
         towers.append(hearing.names)
         made |= made_positions(hearing, sound_settings(settings, hearing))
@@ -141,6 +142,13 @@ def _embedding(folder: CheckpointFolder) -> str:
             "text runs. Choose a copy of the model whose embedding is not quantized."
         )
     return found
+
+
+def _check_marks(settings: ProcessorSettings, family: TowerFamily, token_id: TokenId) -> None:
+    """Prove that the marks which the processor writes are those that the model takes from the encoder's table."""
+    key, tokens = family.marks
+    if key in settings.config and settings.config.get(key) != [token_id(token) for token in tokens]:
+        raise settings.config.unsupported(key, f"the tokenizer's numbers of {', '.join(tokens)}")
 
 
 def _row(token: str, token_id: TokenId) -> Change:

@@ -6,8 +6,8 @@ as many placeholders as it has embeddings.
 Source: the processors of transformers 5.24.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, floor, sqrt
 from typing import Any
 
@@ -22,6 +22,8 @@ _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.2613
 _CLIP = {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, "resample": _BICUBIC}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": _BICUBIC}
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+"""Tokens whose rows Ovis 2 keeps in the encoder's table, in its order."""
 _TILING = {"crop_to_patches": False, "min_patches": 1, "max_patches": 12}
 
 
@@ -301,6 +303,8 @@ def _ovis(settings: ProcessorSettings) -> Plan:
     least = picture.integer("min_patches", high=1 << 10)
     num_rows = _rows_of_processor(settings, "image_seq_length", "image_seq_length", 256)
     square = tile, tile
+    # They are no words: beside a picture their rows are of its own table.
+    start, grid_mark, column_mark, row_mark, end = range(len(OVIS_MARKS))
 
     def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:
         grid = 1, 1
@@ -308,16 +312,22 @@ def _ovis(settings: ProcessorSettings) -> Plan:
             grid = sizes.covering_grid(width, height, sizes.grids(1, most), tile)
         elif splits:
             grid = sizes.nearest_aspect(width, height, sizes.grids(least, most), square)
-        pieces: list[str | Cut] = ["<IMG_START>", Cut((square,), num_rows), "<IMG_GRID>"]
+        cuts, behind = [Cut((square,), num_rows)], [[grid_mark]]
         if grid != (1, 1):
             canvas = grid[0] * tile, grid[1] * tile
-            for row, cuts in enumerate(tiles((canvas,), grid, square, num_rows)):
-                pieces += ["<IMG_ROW>"] * (row > 0)
-                for column, cut in enumerate(cuts):
-                    pieces += [*["<IMG_COL>"] * (column > 0), cut]
-        return (*pieces, "<IMG_END>")
+            for cuts_of_row in tiles((canvas,), grid, square, num_rows):
+                cuts += cuts_of_row
+                behind += [*[[column_mark] for _ in cuts_of_row[1:]], [row_mark]]
+            behind[-1].pop()
+        behind[-1].append(end)
+        before = [[start], *[[] for _ in cuts[1:]]]
+        return tuple(map(_marked, cuts, before, behind))
 
     return plan
+
+
+def _marked(cut: Cut, before: Sequence[int], behind: Sequence[int]) -> Cut:
+    return replace(cut, marks=(tuple(before), tuple(behind)), num_rows=cut.num_rows + len(before) + len(behind))
 
 
 def _llama4(settings: ProcessorSettings) -> Plan:

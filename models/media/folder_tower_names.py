@@ -205,6 +205,35 @@ MINICPM_NAMES: Targets = {
 PADDLE_NAMES: Targets = {"mlp_AR.pre_norm": "mm.input_norm", "mlp_AR.linear_1": "mm.1", "mlp_AR.linear_2": "mm.2"}
 
 
+def ovis_names(num_marks: int) -> Targets:
+    """Ovis's names; the last rows of its table are those of marks."""
+    blocks: Targets = {
+        "attention.q_proj": "attn_q",
+        "attention.k_proj": "attn_k",
+        "attention.v_proj": "attn_v",
+        "attention.out_proj": "attn_out",
+        "rms_norm1": "ln1",
+        "rms_norm2": "ln2",
+        "ffn.gate_proj": "ffn_gate",
+        "ffn.up_proj": "ffn_up",
+        "ffn.down_proj": "ffn_down",
+    }
+    root = "vision_tower.transformer"
+    return {
+        f"{root}.embeddings.patch_embedding": "v.patch_embd",
+        f"{root}.embeddings.position_embedding": "v.position_embd",
+        f"{root}.embeddings.rms_norm": "v.norm_embd",
+        **block_names(f"{root}.encoder.layers", blocks),
+        f"{root}.rms_norm": "v.post_ln",
+        "vision_tower.head_linear": "mm.head",
+        "vision_tower.head_norm": "mm.head_norm",
+        "visual_embeddings_table.weight": (
+            To("mm.embd.weight", Moved(lambda values: values[:-num_marks].T)),
+            To("v.mark_embd.weight", Moved(lambda values: values[-num_marks:])),
+        ),
+    }
+
+
 LLAMA4_NAMES: Targets = {
     "vision_model.patch_embedding.linear": "v.patch_embd",
     "vision_model.class_embedding": "v.class_embd",

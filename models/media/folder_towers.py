@@ -15,7 +15,7 @@ from localinfer.models.checkpoint.changes import (
     RowOrder,
     pairs_adjacent,
 )
-from localinfer.models.media.folder_pictures import most_tiles
+from localinfer.models.media.folder_pictures import OVIS_MARKS, most_tiles
 from localinfer.models.media.folder_processors import PictureProcessor
 from localinfer.models.media.folder_settings import PartSettings, ProcessorSettings
 from localinfer.models.media.folder_tower_names import (
@@ -30,6 +30,7 @@ from localinfer.models.media.folder_tower_names import (
     QWEN_NAMES,
     block_names,
     columns_first,
+    ovis_names,
     patches_last,
     pixtral_projector,
     siglip_names,
@@ -79,6 +80,8 @@ class TowerFamily:
     """Setting with the epsilon of norms; a number is the epsilon itself."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """GGUF's names of rows of the embedding that the encoder puts between others, by special tokens."""
+    marks: tuple[str, tuple[str, ...]] = ("", ())
+    """Setting with the numbers of the tokens that are the encoder's marks, and these tokens in its order."""
 
 
 def vision_settings(settings: ProcessorSettings, family: TowerFamily) -> PartSettings:
@@ -491,6 +494,19 @@ def _lfm2_fields(tower: Tower) -> dict[str, Any]:
     }
 
 
+def _ovis_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
+    num_marks = vision.integer("num_visual_indicator_tokens")
+    if num_marks != len(OVIS_MARKS):
+        raise vision.unsupported("num_visual_indicator_tokens", str(len(OVIS_MARKS)))
+    return TowerNames(("vision_tower", "visual_embeddings_table"), ovis_names(num_marks))
+
+
+def _ovis_fields(tower: Tower) -> dict[str, Any]:
+    if tower.vision.text("tokenize_function") != "softmax":
+        raise tower.vision.unsupported("tokenize_function", "'softmax'")
+    return {"merge": tower.vision.integer("hidden_stride", high=64), "num_marks": len(OVIS_MARKS)}
+
+
 def _llama4_fields(tower: Tower) -> dict[str, Any]:
     return {
         "merge": _inverse(tower.vision, "pixel_shuffle_ratio"),
@@ -603,6 +619,23 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         },
         _llama4_fields,
         epsilon="norm_eps",
+    ),
+    "ovis2": TowerFamily(
+        "ovis2",
+        _ovis_names,
+        {
+            "num_attention_heads": 8,
+            "patch_size": 14,
+            "image_size": 224,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "hidden_stride": 1,
+            "num_visual_indicator_tokens": 5,
+            "tokenize_function": "softmax",
+        },
+        _ovis_fields,
+        epsilon="rms_norm_eps",
+        marks=("visual_indicator_token_ids", OVIS_MARKS),
     ),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), _GLM),
     "aya_vision": TowerFamily(

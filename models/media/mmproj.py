@@ -62,9 +62,13 @@ PICTURE_PROJECTORS = {
 }
 """Kinds that run, by `projector_type`."""
 
-FOLDER_PROJECTORS = {"gated": Projector("mm.down.weight")}
-"""Kinds of folders that no mmproj file has: rows joined, a norm where there is one, and silu(gate) * up between two
-matrices."""
+FOLDER_PROJECTORS = {
+    # Rows joined, a norm where there is one, and silu(gate) * up between two matrices.
+    "gated": Projector("mm.down.weight"),
+    # Rows joined, shares of a visual vocabulary, and their mean embedding.
+    "ovis2": Projector("mm.embd.weight"),
+}
+"""Kinds of folders that no mmproj file has."""
 
 SOUND_PROJECTORS = {
     "ultravox": Projector("mm.a.mlp.2.weight", merge_key="projector.stack_factor", merge=8),
@@ -174,6 +178,8 @@ class PictureConfig(EncoderSizes):
     """True if blocks of patches follow each other down in Llama 4, False if they do across."""
     table_resize: str = ""
     """Way to bring learned positions to another size, a value of `Resize`; empty: the family's."""
+    num_marks: int = 0
+    """Rows of the encoder's table that stand between pictures; 0: it has none."""
     rounds_pixels: bool = False
     """True if every step from bytes to normalised values is rounded to bfloat16."""
 

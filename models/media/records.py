@@ -27,6 +27,8 @@ class EncoderInput:
     """Rows and columns of patches that are kept, from the middle of a picture whose tiles are one input; else None."""
     num_valid: int | None = None
     """Frames of a sound that its encoder's rows attend to; None: all."""
+    marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Numbers of the encoder's marks whose rows stand before and behind the others, and are among `num_rows`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class PreparedMedia:
                 data = np.ascontiguousarray(piece.values).reshape(-1).view(np.uint8).data
                 header = f"{piece.values.dtype.str} {piece.values.shape} {piece.is_sound} {piece.num_rows} {piece.grid}"
                 header += f" {piece.kept} {piece.num_valid}" if piece.kept or piece.num_valid is not None else ""
+                header += f" {piece.marks}" if any(piece.marks) else ""
             digest.update(f"{header} {len(data)}\n".encode())
             digest.update(data)
         return cls(tuple(pieces), digest.digest())

@@ -53,6 +53,7 @@ class VisionEncoder:
         self._line_end = None
         if config.has_image_break:
             self._line_end = weights.values("v.token_embd.img_break", config.output_size)
+        self._marks = weights.optional("v.mark_embd.weight", config.num_marks, config.output_size)
         self._patch_weight, self._patch_bias = self._read_patches()
         self._shape = self._block_shape()
         self._pages = KeyPages(self._shape.keys)
@@ -116,6 +117,16 @@ class VisionEncoder:
         config = self._config
         line_end = self._weights.values("model.image_newline", config.output_size)
         return encode_tiles(pixels, config.image_size, kept, line_end, config.max_tiles, self.encode)
+
+    def marked(self, rows: FloatArray, marks: tuple[tuple[int, ...], tuple[int, ...]]) -> FloatArray:
+        """Embeddings of a picture between rows of the marks before and behind it."""
+        if self._marks is None or max(marks[0] + marks[1]) >= len(self._marks):
+            raise RequestError(
+                f"a picture between the marks {marks} was given to the encoder, which has {self._config.num_marks}: "
+                "let its layout be made first"
+            )
+        before, behind = (self._marks[list(numbers)] for numbers in marks)
+        return np.concatenate([before, rows, behind])
 
     def close(self) -> None:
         """Give up programs and buffers."""

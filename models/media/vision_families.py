@@ -172,6 +172,13 @@ def _gated(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     return writer.linear(writer.gated(x, gates, ups, Activation.SILU), "mm.down", "embeddings", config.output_size)
 
 
+def _ovis2(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
+    scores = writer.linear(x, "mm.head", "scores")
+    scores = writer.layer_norm(scores, "mm.head_norm", "scores", _epsilon(config, _FIXED_EPSILON))
+    writer.builder.softmax(scores, scores)
+    return writer.linear(scores, "mm.embd", "embeddings", config.output_size)
+
+
 def _dots_ocr(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     width = x.width // config.merge**2
     x = writer.rms_norm(x, "mm.post_norm", "normalised", config.norm_epsilon, width)
@@ -237,6 +244,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "dots_ocr": VisionFamily(_dots_ocr, rotary=Rotary.QWEN, has_rms_norms=True),
     "janus_pro": VisionFamily(_by_config(lambda kind: _names("mm.0", "mm.1", kind)), Table.FIXED),
     "gated": VisionFamily(_after_norm("mm.input_norm", _gated), Table.FIXED),
+    "ovis2": VisionFamily(_ovis2, Table.FIXED, has_rms_norms=True),
     "minicpmv4_6": VisionFamily(_after_norm("mm.input_norm", _names("mm.up", "mm.down", _ERF), None), Table.BUCKETS),
     "resampler": VisionFamily(_QWEN, Table.BUCKETS, may_swap_ffn=True),
 }

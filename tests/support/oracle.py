@@ -388,6 +388,12 @@ def _gaussian_top_k(run: _Run, op: ops.GaussianTopK) -> None:
     run[op.out] = np.maximum(x - least, 0.0)
 
 
+@_formula(ops.Softmax)
+def _softmax(run: _Run, op: ops.Softmax) -> None:
+    shares = np.exp(run[op.x] - run[op.x].max(axis=1, keepdims=True))
+    run[op.out] = shares / shares.sum(axis=1, keepdims=True)
+
+
 @_formula(ops.AddVector)
 def _add_vector(run: _Run, op: ops.AddVector) -> None:
     run[op.x] = run[op.x] + op.vector

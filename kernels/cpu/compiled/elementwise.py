@@ -380,6 +380,36 @@ def gaussian_top_k_row(emit: Emitter, out: Value, x: Value, deviations: Value, c
     each_vector(emit, count, body)
 
 
+@emitted(VOID, *[ADDRESS] * 2, types.int64)
+def softmax_row(emit: Emitter, out: Value, x: Value, count: Value) -> None:
+    """out = exp(x - max(x)) / sum(exp(x - max(x)))."""
+    b = emit.builder
+    whole = b.and_(count, emit.i64(-LANES))
+    lowest = emit.splat_constant(F32, -math.inf)
+
+    def lanes(column: Value, carried: list[Value]) -> list[Value]:
+        return [emit.maximum(carried[0], emit.load_floats(b.add(x, b.mul(column, emit.i64(4)))))]
+
+    def tail(column: Value, carried: list[Value]) -> list[Value]:
+        value = emit.load(b.add(x, b.mul(column, emit.i64(4))), F32, align=4)
+        return [emit.maximum(carried[0], value)]
+
+    largest = emit.reduce_max(emit.loop(emit.i64(0), whole, LANES, [lowest], lanes)[0])
+    largest = emit.splat(emit.loop(whole, count, 1, [largest], tail)[0])
+
+    def exponential(offset: Value) -> None:
+        value = emit.sub(emit.load_floats(b.add(x, offset)), largest)
+        emit.store(emit.exp(value, highest=0.0), b.add(out, offset), align=4)
+
+    each_vector(emit, count, exponential)
+    total = emit.splat(_row_sum(emit, out, count, lambda v: v))
+
+    def share(offset: Value) -> None:
+        emit.store(b.fdiv(emit.load_floats(b.add(out, offset)), total), b.add(out, offset), align=4)
+
+    each_vector(emit, count, share)
+
+
 @emitted(FLOAT, FLOAT)
 def sigmoid_of(emit: Emitter, x: Value) -> Value:
     """1 / (1 + exp(-x)) of one float32, with the lanes' own exponential."""
@@ -469,6 +499,12 @@ def multiply_by_row(p: Any, batch: int, thread: int, row: int, part: int) -> Non
 def gaussian_top_k(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     """The excess over the mean and so many standard deviations, and 0 elsewhere."""
     gaussian_top_k_row(p.out + row * p.out_stride, p.a + row * p.a_stride, p.scalar, p.columns)
+
+
+@row_op(ELEMENTWISE)
+def softmax(p: Any, batch: int, thread: int, row: int, part: int) -> None:
+    """Shares of a row's exponentials."""
+    softmax_row(p.out + row * p.out_stride, p.a + row * p.a_stride, p.columns)
 
 
 @row_op(MAGNITUDE, in_runs=True)

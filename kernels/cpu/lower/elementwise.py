@@ -187,6 +187,7 @@ LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.Magnitude: _magnitude,
     ops.MixSlots: _mix_slots,
     ops.GaussianTopK: lambda tape, op: tape.elementwise("gaussian_top_k", op.out, op.x, op.x, op.num_deviations),
+    ops.Softmax: lambda tape, op: tape.elementwise("softmax", op.out, op.x, op.x),
     ops.MultiplySigmoid: _multiply_sigmoid,
     ops.Clamp: lambda tape, op: tape.elementwise(
         "clamp_above" if op.only_above else "clamp", op.x, op.x, op.x, op.limit

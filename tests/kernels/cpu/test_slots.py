@@ -1,4 +1,4 @@
-"""Factors, magnitudes, mixtures of slots and the Gaussian top-k, against float64."""
+"""Factors, magnitudes, shares, mixtures of slots and the Gaussian top-k, against float64."""
 
 import numpy as np
 import pytest
@@ -65,6 +65,21 @@ def test_gaussian_top_k_keeps_what_exceeds_the_deviations(
     wanted = np.maximum(exact - least, 0.0)
     assert 0 < np.count_nonzero(wanted) < wanted.size
     check([x], write, wanted, pool, two_threads)
+
+
+@pytest.mark.parametrize("width", [1, 5, 37, 1100])
+def test_softmax_shares_a_row(width: int, pool: ThreadPool, two_threads: ThreadPool) -> None:
+    x = random_rows(ROWS, width, 5) * np.float32(9)
+    x[0, 0] = 1e30
+    x[1] = -3e38
+
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        tape.softmax(inputs[0], inputs[0])
+        return inputs[0]
+
+    exact = x.astype(np.float64)
+    wanted = np.exp(exact - exact.max(axis=1, keepdims=True))
+    check([x], write, wanted / wanted.sum(axis=1, keepdims=True), pool, two_threads)
 
 
 @pytest.mark.parametrize(("num_in", "num_out", "size"), [(4, 4, 32), (1, 4, 16), (3, 1, 48), (1, 1, 5)])

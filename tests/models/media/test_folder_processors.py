@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.cuts import BICUBIC, BILINEAR, resize_as_pillow, resize_as_torch
-from localinfer.models.media.folder_pictures import PICTURE_FAMILIES
+from localinfer.models.media.folder_pictures import OVIS_MARKS, PICTURE_FAMILIES
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
     expand,
@@ -152,6 +152,10 @@ def test_pixels_are_the_references(media_folders: MediaFolders, name: str) -> No
 
 def _placeholders(name: str, entry: EncoderInput, tokenizer: Tokenizer, placeholder: int) -> list[int]:
     """What the reference has in place of an input's rows."""
+    if any(entry.marks):
+        before, behind = ([tokenizer.token_id(OVIS_MARKS[mark]) for mark in marks] for marks in entry.marks)
+        found = [*before, *[placeholder] * (entry.num_rows - len(before) - len(behind)), *behind]
+        return [one for one in found if one is not None]
     if name not in ("mistral3", "ministral3", "pixtral") or entry.is_sound:
         return [placeholder] * entry.num_rows
     unit = 14 if name == "pixtral" else 28
@@ -407,4 +411,5 @@ def test_a_prompt_needs_as_many_marks_as_pictures() -> None:
 def test_digests_tell_what_is_kept_apart() -> None:
     values = np.zeros((4, 4, 3), np.uint8)
     entries = [EncoderInput(False, values, 4, None, 4, kept=kept) for kept in (None, (1, 4), (4, 1))]
-    assert len({PreparedMedia.from_pieces([entry]).digest for entry in entries}) == 3
+    entries.append(EncoderInput(False, values, 4, None, 4, marks=((0,), ())))
+    assert len({PreparedMedia.from_pieces([entry]).digest for entry in entries}) == 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localinfer.errors import CorruptFileError, UnsupportedFormatError
+from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.encoder import MediaEncoder
@@ -25,8 +25,8 @@ from tests.models.media.conftest import MediaFolders
 
 SEE = (
     "aya_vision cohere2_vision gemma3 gemma4 glm4v glm_ocr idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava"
-    " llava_next llava_onevision minicpmv4_6 ministral3 mistral3 paddleocr_vl paligemma pixtral qwen2_5_omni qwen2_5_vl"
-    " qwen2_vl qwen3_5 qwen3_omni_moe qwen3_vl smolvlm"
+    " llava_next llava_onevision minicpmv4_6 ministral3 mistral3 ovis2 paddleocr_vl paligemma pixtral qwen2_5_omni"
+    " qwen2_5_vl qwen2_vl qwen3_5 qwen3_omni_moe qwen3_vl smolvlm"
 ).split()
 """The mixtures' towers are those of their dense kin."""
 BREAKS = {"mistral3": 28, "ministral3": 28, "pixtral": 14}
@@ -70,6 +70,8 @@ def test_embeddings_are_the_references(media_folders: MediaFolders, pool: Thread
                     if name in BREAKS:
                         columns = entry.values.shape[1] // BREAKS[name]
                         encoded = encoded[np.arange(len(encoded)) % (columns + 1) != columns]
+                    before, behind = map(len, entry.marks)
+                    encoded = encoded[before : len(encoded) - behind]
                     rows.append(encoded.copy())
             joined = np.concatenate(rows)
             wanted = [reference[f"{label}.image_embeddings"].reshape(-1, 64)]
@@ -192,6 +194,41 @@ def test_rows_of_a_picture_see_each_other_where_the_folder_says_so(media_folders
             assert _open(folder).config.sees_itself(64) == wanted
 
 
+@pytest.mark.parametrize("name", ["ovis2"])
+def test_embeddings_have_the_same_bits_on_two_threads(media_folders: MediaFolders, pool: ThreadPool, name: str) -> None:
+    two = ThreadPool(2)
+    with open_folder(media_folders.path(name)) as folder:
+        media = _open(folder)
+        encoders = [MediaEncoder(media.config, media.file, one) for one in (pool, two)]
+        if media.pictures is not None:
+            prepared = media.pictures.lay_out(media_folders.picture(name, 0))
+        else:
+            assert media.sounds is not None
+            prepared = media.sounds.lay_out(media_folders.sound(0))
+        for entry in prepared.pieces:
+            assert isinstance(entry, EncoderInput)
+            first, second = (encoder.encode(entry).copy() for encoder in encoders)
+            assert first.tobytes() == second.tobytes()
+        for encoder in encoders:
+            encoder.close()
+    two.close()
+
+
+def test_marks_are_those_of_the_tokenizer_and_of_the_layout(media_folders: MediaFolders, pool: ThreadPool) -> None:
+    with open_folder(media_folders.path("ovis2")) as folder:
+        media = _open(folder)
+        assert media.pictures is not None
+        (entry, *_) = media.pictures.lay_out(media_folders.picture("ovis2", 0)).pieces
+        assert isinstance(entry, EncoderInput)
+        encoder = MediaEncoder(media.config, media.file, pool)
+        with pytest.raises(RequestError, match="marks"):
+            encoder.encode(replace(entry, marks=((5,), ())))
+        encoder.close()
+        folder.config["visual_indicator_token_ids"] = [1, 2, 3, 4, 5]
+        with pytest.raises(UnsupportedFormatError, match="visual_indicator_token_ids"):
+            _open(folder)
+
+
 def test_prompts_that_see_themselves_are_refused_unless_the_caller_takes_them(media_folders: MediaFolders) -> None:
     refused = pytest.raises(UnsupportedFormatError, match="its text runs")
     with open_folder(media_folders.path("paligemma")) as folder, refused:
@@ -221,6 +258,8 @@ def test_what_is_no_model_that_sees_is_refused_in_one_line(media_folders: MediaF
         ("qwen3_vl", "deepstack_visual_indexes", ["a"]),
         ("qwen2_5_vl", "fullatt_block_indexes", 3),
         ("gemma3", "layer_norm_eps", "small"),
+        ("ovis2", "tokenize_function", "st_argmax"),
+        ("ovis2", "num_visual_indicator_tokens", 4),
     ],
 )
 def test_settings_that_make_no_sense_are_named(media_folders: MediaFolders, name: str, key: str, value: object) -> None:
