@@ -8,8 +8,8 @@ from localinfer.models.checkpoint.changes import Change, Moved
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
     family_name,
-    read_picture_processor,
-    read_sound_processor,
+    picture_processor,
+    sound_processor,
 )
 from localinfer.models.media.folder_settings import JsonFolder, ProcessorSettings, read_processor_settings
 from localinfer.models.media.folder_sound_towers import (
@@ -50,6 +50,8 @@ class FolderMedia:
     """Tensors of the encoders, under GGUF's names."""
     config: MediaConfig
     """Configuration of the encoders."""
+    settings: ProcessorSettings
+    """Everything that the folder says of its processors."""
 
 
 def folder_kinds(folder: JsonFolder) -> tuple[bool, bool]:
@@ -122,15 +124,15 @@ def open_folder_media(
     file = TowerFile(folder, towers, extra, made)
     pictures = sounds = picture = sound = None
     if seeing is not None:
-        pictures = read_picture_processor(folder)
+        pictures = picture_processor(settings)
         picture = picture_config(seeing, Tower(settings, vision, file), pictures)
     if hearing is not None:
-        sounds = read_sound_processor(folder)
+        sounds = sound_processor(settings)
         sound = sound_config(hearing, settings, file)
     bidirectional = None
     if settings.model_type == "gemma4":
         bidirectional = settings.part("text_config").get("use_bidirectional_attention") == "vision"
-    return FolderMedia(pictures, sounds, file, MediaConfig(picture, sound, has_mrope, bidirectional))
+    return FolderMedia(pictures, sounds, file, MediaConfig(picture, sound, has_mrope, bidirectional), settings)
 
 
 def _embedding(folder: CheckpointFolder) -> str:

@@ -18,7 +18,7 @@ from localinfer.models.media.cuts import (
     resize_as_torch,
 )
 from localinfer.models.media.folder_pictures import PICTURE_FAMILIES, SeeingFamily
-from localinfer.models.media.folder_settings import JsonFolder, PartSettings, ProcessorSettings, read_processor_settings
+from localinfer.models.media.folder_settings import PartSettings, ProcessorSettings
 from localinfer.models.media.folder_sounds import SOUND_FAMILIES, SoundProcessor
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 
@@ -123,12 +123,11 @@ def family_name(settings: ProcessorSettings) -> str:
     return "pixtral" if is_pixtral else name
 
 
-def read_picture_processor(folder: JsonFolder) -> PictureProcessor:
+def picture_processor(settings: ProcessorSettings) -> PictureProcessor:
     """The processor of a folder's pictures.
 
     Raises: UnsupportedFormatError if its family does not see here; CorruptFileError naming a setting.
     """
-    settings = read_processor_settings(folder)
     family = PICTURE_FAMILIES.get(family_name(settings))
     if family is None:
         raise UnsupportedFormatError(
@@ -156,9 +155,8 @@ def _divided(values: tuple[float, float, float], factor: float) -> tuple[float, 
     return values[0] / factor, values[1] / factor, values[2] / factor
 
 
-def read_sound_processor(folder: JsonFolder) -> SoundProcessor:
+def sound_processor(settings: ProcessorSettings) -> SoundProcessor:
     """The processor of a folder's sounds; errors as those of pictures."""
-    settings = read_processor_settings(folder)
     family = SOUND_FAMILIES.get(settings.model_type)
     if family is None:
         raise UnsupportedFormatError(

@@ -48,6 +48,9 @@ class PartSettings:
     def __bool__(self) -> bool:
         return bool(self._values)
 
+    def __repr__(self) -> str:
+        return f"{self.file}: {dict(sorted(self._values.items()))}"
+
     def over(self, defaults: Mapping[str, Any]) -> "PartSettings":
         """The same settings over the values of a class."""
         return PartSettings(self.file, self._values, defaults)

@@ -16,10 +16,11 @@ from localinfer.models.media.folder_pictures import OVIS_MARKS, PICTURE_FAMILIES
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
     expand,
-    read_picture_processor,
-    read_sound_processor,
+    picture_processor,
+    sound_processor,
 )
-from localinfer.models.media.folder_sounds import SOUND_FAMILIES
+from localinfer.models.media.folder_settings import JsonFolder, read_processor_settings
+from localinfer.models.media.folder_sounds import SOUND_FAMILIES, SoundProcessor
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
@@ -70,6 +71,14 @@ class Folder:
         """One of the files."""
         found = self._files.get(name.removesuffix(".json"))
         return None if found is None else dict(found)
+
+
+def read_picture_processor(folder: JsonFolder) -> PictureProcessor:
+    return picture_processor(read_processor_settings(folder))
+
+
+def read_sound_processor(folder: JsonFolder) -> SoundProcessor:
+    return sound_processor(read_processor_settings(folder))
 
 
 def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
