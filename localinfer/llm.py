@@ -128,7 +128,7 @@ class LLM(Closing):
             width = 0 if media is None else media.width
             self._disk = prompt_cache.DiskCache(self._engine, identity, disk, history, embedding_width=width)
             if self._chat_model is not None:
-                self._chat_model.disk = self._disk
+                self._chat_model.keep_on(self._disk)
 
     def _once(self, name: str, make: Callable[[], Part]) -> Part:
         """A part that not every use needs: made, and its modules imported, when it is first asked for."""

@@ -620,8 +620,7 @@ class ChatModel:
     """Renders, encodes and answers conversations with one model; threads may share it.
 
     template, history: the model's template, and the chats that it answered. formats: how it writes tool calls and
-    reasoning. heads: lines of system messages that vary. disk: where set, is waited for before a chat, so that what it
-    keeps is known.
+    reasoning. heads: lines of system messages that vary. disk: is waited for before a chat, as its chats are used.
     """
 
     def __init__(
@@ -641,6 +640,12 @@ class ChatModel:
         self._engine = engine
         self._tokenizer = tokenizer
         self._constraints = constraints
+
+    def keep_on(self, disk: "DiskCache") -> None:
+        """Use what a disk cache holds of chats and their pictures, and have it kept there."""
+        self.disk = disk
+        if self._media is not None:
+            self._media.files = disk.media
 
     @property
     def context_length(self) -> int:
@@ -735,9 +740,7 @@ class ChatModel:
         segments = prefill.segments(text, request.format.reasoning, self._tokenizer.special_spellings)
         return text + "".join(part for part, _ in segments)
 
-    def compute(
-        self, token_ids: NDArray[np.int32], *, system_tokens: int, is_pinned: bool, salt: bytes = NO_SALT
-    ) -> int:
+    def compute(self, token_ids: TokenIds, *, system_tokens: int, is_pinned: bool, salt: bytes = NO_SALT) -> int:
         """Have a text's keys and values in the cache, and return how many tokens had to be computed for it.
 
         Raises: ContextLengthError, OutOfMemoryError, ClosedError.

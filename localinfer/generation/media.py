@@ -2,16 +2,18 @@
 compute them.
 
 A picture that came before, in whatever message, is known by the digest of its bytes: it is neither decoded nor prepared
-again, and its encoder runs only if its rows are not in the prefix cache.
+again, with a disk cache nor after a restart, and its encoder runs only if its rows are not in the prefix cache.
 """
 
+import hashlib
 import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from localinfer.kernels.cpu.program import ThreadPool
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.storage.media_files import MediaFiles
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _MOST_KNOWN = 4096
@@ -75,6 +78,11 @@ class MediaModel(Protocol):
         """Identity of the encoders' weights and settings: embeddings of another one are others."""
         ...
 
+    @property
+    def preparation(self) -> bytes:
+        """Identity of all that prepares pictures and sounds: another one may make others of the same file."""
+        ...
+
     def prepare(self, kind: MediaKind, data: bytes, *, is_alone: bool = True) -> tuple[PreparedMedia, tuple[str, ...]]:
         """Decode and lay out the bytes of a file; also what was left out, in words.
 
@@ -96,6 +104,9 @@ class _Stretch:
     """One encoder input in a prompt, without its pixels."""
 
     ids: NDArray[np.int32]
+    """Of its rows."""
+    digest: bytes
+    """Of its content."""
     index: int
     """Its number among the pieces of what was prepared."""
     grid: tuple[int, int] | None
@@ -111,6 +122,44 @@ class _Layout:
     """Texts of special tokens and rows, in order."""
     notices: tuple[str, ...]
     """Parts of it that were left out, in words."""
+
+    @classmethod
+    def of(cls, prepared: PreparedMedia, notices: tuple[str, ...], model: MediaModel) -> Self:
+        """The layout of what a model has prepared."""
+        pieces: list[str | _Stretch] = []
+        for index, piece in enumerate(prepared.pieces):
+            if isinstance(piece, str):
+                pieces.append(piece)
+                continue
+            digest = PreparedMedia.from_pieces([piece]).digest
+            ids = media_ids(model.identity, digest, piece.num_rows)
+            pieces.append(_Stretch(ids, digest, index, piece.grid, piece.num_positions, model.sees_itself(piece)))
+        return cls(tuple(pieces), notices)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The layout as plain data that JSON can hold."""
+        pieces = [
+            piece
+            if isinstance(piece, str)
+            else [piece.digest.hex(), piece.ids.size, piece.grid, piece.num_positions, piece.sees_itself]
+            for piece in self.pieces
+        ]
+        return {"pieces": pieces, "notices": self.notices}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], identity: bytes) -> Self:
+        """What `to_fields` made. identity: of the encoders. Raises: ValueError, LookupError, TypeError for else."""
+        pieces: list[str | _Stretch] = []
+        for index, piece in enumerate(fields["pieces"]):
+            if isinstance(piece, str):
+                pieces.append(piece)
+                continue
+            hexadecimal, num_rows, grid, num_positions, sees_itself = piece
+            digest = bytes.fromhex(hexadecimal)
+            size = None if grid is None else (int(grid[0]), int(grid[1]))
+            ids = media_ids(identity, digest, int(num_rows))
+            pieces.append(_Stretch(ids, digest, index, size, int(num_positions), bool(sees_itself)))
+        return cls(tuple(pieces), tuple(map(str, fields["notices"])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,13 +198,17 @@ def named_runs(runs: Sequence[MediaRun], media: Sequence[ReadMedia]) -> tuple[Me
 
 
 class MediaReader:
-    """Reads the pictures and sounds of one loaded model's conversations. Threads may share it."""
+    """Reads the pictures and sounds of one loaded model's conversations. Threads may share it.
+
+    files: where set, keeps layouts over restarts.
+    """
 
     def __init__(self, model: MediaModel, tokenizer: "Tokenizer", template: "ChatTemplate | None" = None) -> None:
         """Read for a model; template: of its chats, which may write what stands around pictures by itself."""
         self._model = model
         self._tokenizer = tokenizer
         self._tokens = dict(model.tokens) if template is not None and _writes_tokens(template, model.tokens) else {}
+        self.files: MediaFiles | None = None
         self._lock = threading.Lock()
         self._layouts: OrderedDict[tuple[bytes, str], _Layout] = OrderedDict()
         self._prepared: OrderedDict[tuple[bytes, str], tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
@@ -317,15 +370,20 @@ class MediaReader:
             return self._held.setdefault(marker, _Held(layout, runs))
 
     def _lay_out(self, source: MediaSource, salt: bytes) -> _Layout:
-        prepared, notices = self._prepare(source, salt)
-        pieces: list[str | _Stretch] = []
-        for index, piece in enumerate(prepared.pieces):
-            if isinstance(piece, str):
-                pieces.append(piece)
-                continue
-            rows = media_ids(self._model.identity, PreparedMedia.from_pieces([piece]).digest, piece.num_rows)
-            pieces.append(_Stretch(rows, index, piece.grid, piece.num_positions, self._model.sees_itself(piece)))
-        return _Layout(tuple(pieces), notices)
+        """The layout of a source, from disk if it is there, so that nothing is decoded."""
+        files, key = self.files, b""
+        if files is not None:
+            is_alone = not self._tokens
+            parts = (salt, self._model.identity, self._model.preparation, source.marker.encode(), bytes([is_alone]))
+            key = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+            stored = files.find_layout(key)
+            if stored is not None:
+                with suppress(ValueError, LookupError, TypeError):
+                    return _Layout.from_fields(stored, self._model.identity)
+        layout = _Layout.of(*self._prepare(source, salt), self._model)
+        if files is not None:
+            files.add_layout(key, layout.to_fields())
+        return layout
 
     def _embed(self, source: MediaSource, index: int, salt: bytes) -> FloatArray:
         """The embeddings of one piece of what a source is prepared to."""

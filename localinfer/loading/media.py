@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from localinfer.models.media.spectrograms import lay_out_sound
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import read_gguf
-from localinfer.storage.fingerprint import WeightsFiles
+from localinfer.storage.fingerprint import WeightsFiles, program
 from localinfer.system.extras import require
 from localinfer.system.machine_limits import processor_limits
 from localinfer.types import FloatArray, ProgressCallback
@@ -169,6 +171,13 @@ class LoadedMedia:
             self._identity = self._find_identity()
         return self._identity
 
+    @cached_property
+    def preparation(self) -> bytes:
+        """Identity of settings, program and libraries, which may decode and resize in another way."""
+        parts = [program(), repr(self.config), repr(None if self._folder is None else self._folder.settings)]
+        parts += [f"{name} {_version(name)}" for name in ("numpy", "pillow", "soundfile", "soxr")]
+        return hashlib.sha256("\0".join(parts).encode()).digest()
+
     @property
     def capabilities(self) -> tuple[str, ...]:
         """Tasks of the model that come with the encoders."""
@@ -235,6 +244,13 @@ def missing_packages(kinds: tuple[MediaKind, ...]) -> str | None:
     except MissingPackageError as error:
         return str(error)
     return None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "is missing"
 
 
 def _kinds(config: MediaConfig) -> tuple[MediaKind, ...]:

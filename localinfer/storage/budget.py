@@ -25,7 +25,7 @@ _FOLDER = re.compile(r"[0-9a-f]{32}")
 _SHARD = re.compile(r"[0-9a-f]")
 _KEY = "[0-9a-f]{32}"
 _FILE = re.compile(
-    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.chat|{_KEY}-{_KEY}\.(?:page|window|state|embedding)"
+    rf"{re.escape(DESCRIPTION)}|{_KEY}|{_KEY}\.(?:chat|layout)|{_KEY}-{_KEY}\.(?:page|window|state|embedding)"
     r"|(?:tmp\w+|\.[0-9a-f]{12})\.tmp"
 ).fullmatch
 

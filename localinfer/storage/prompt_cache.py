@@ -28,7 +28,6 @@ from localinfer.engine.engine import Engine
 from localinfer.errors import ClosedError, LocalinferError, OutOfMemoryError
 from localinfer.storage.budget import CHATS_FOLDER, DESCRIPTION, WEIGHTS_FOLDER, described_folders
 from localinfer.storage.chats import AnsweredChat, ChatMemory, StoredChats
-from localinfer.storage.embedding_files import EmbeddingFiles
 from localinfer.storage.fingerprint import (
     Fingerprint,
     ModelIdentity,
@@ -36,6 +35,7 @@ from localinfer.storage.fingerprint import (
     describe_folder,
     read_description,
 )
+from localinfer.storage.media_files import MediaFiles
 from localinfer.storage.page_store import (
     DiskCounters,
     DiskTier,
@@ -221,9 +221,9 @@ class DiskCache:
     """A `CacheTier` over a folder, for one engine. `close` and the end of the process write what is pending.
 
     history: its chats are stored too. The folder is created if it is missing, and refused, with a warning, if others
-    could write it. embedding_width: of a model that sees or hears, whose embeddings are kept too. idle_seconds: idle
-    time after a sequence's last token before it is written. in_background: False has no thread: what is due is written
-    when `write_next` is called.
+    could write it. embedding_width: of a model that sees or hears, of whose media is kept too what was computed.
+    idle_seconds: idle time after a sequence's last token before it is written. in_background: False has no thread: what
+    is due is written when `write_next` is called.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class DiskCache:
         self._closing = threading.Lock()
         self._behind = WriteBehind(self._saving, idle_seconds, has_thread=in_background)
         self._cache: PrefixCache | None = None
-        self.embeddings: EmbeddingFiles | None = None
+        self.media: MediaFiles | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
         problem = make_private(options.folder)
         if problem is not None:
@@ -270,8 +270,8 @@ class DiskCache:
             self._cache = cache
             cache.set_tier(self)
         if embedding_width:
-            self.embeddings = EmbeddingFiles(options.folder, embedding_width, engine.embeddings, options.max_bytes)
-            engine.embeddings.tier = self.embeddings
+            self.media = MediaFiles(options.folder, embedding_width, engine.embeddings, options.max_bytes)
+            engine.embeddings.tier = self.media
         if history is not None:
             history.on_answer = self._answered.append
 
@@ -376,8 +376,8 @@ class DiskCache:
             self._wait_for_opener()
         if self._has_model_changed():
             return
-        if self.embeddings is not None:
-            yield from self.embeddings.saving(threads=threads, should_stop=self._must_stop)
+        if self.media is not None:
+            yield from self.media.saving(threads=threads, should_stop=self._must_stop)
         for token_ids, salt in pending:
             try:
                 fingerprint = self._identity.compute(threads=threads, should_stop=self._must_stop)

@@ -135,7 +135,7 @@ def test_a_restart_computes_new_tokens_only(model: Path, tmp_path: Path, threads
         first = llm.chat(asked(*pictures, text="What are they? " * 8), **GREEDY)
     with loaded() as llm:
         assert llm._media is not None
-        llm._media.encode = None  # type: ignore[method-assign, assignment]
+        llm._media.encode = llm._media.prepare = None  # type: ignore[method-assign, assignment]
         again = llm.chat(asked(*pictures, text="What are they? " * 8), **GREEDY)
     assert again.token_ids == first.token_ids
     assert again.stats.cached_tokens == again.stats.prompt_tokens - 1

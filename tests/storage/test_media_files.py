@@ -1,18 +1,25 @@
-"""Embeddings of pictures and sounds on disk: over restarts, per owner, in the budget, and damaged."""
+"""Embeddings and layouts of pictures and sounds on disk: over restarts, per owner, in the budget, and damaged."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import localinfer
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
+from localinfer.engine.media import EmbeddingStore
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.storage import embedding_files
+from localinfer.generation.chat.media_parts import MediaSource
+from localinfer.generation.media import MediaReader
+from localinfer.storage import media_files
 from localinfer.storage.budget import clear, stored_files
+from localinfer.storage.page_store import finished
 from localinfer.storage.prompt_cache import DiskCache, DiskOptions
 from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, media_model, tokens
+from tests.generation.chat.test_media_parts import DATA, FakeModel
 from tests.storage.test_prompt_cache import FakeIdentity
 
 GREEDY = SamplingParams(temperature=0)
@@ -100,14 +107,50 @@ def test_they_are_in_the_budget_and_deleted_with_the_cache(tmp_path: Path) -> No
 def test_another_program_or_width_finds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(tmp_path, two)
     delete(tmp_path, ".page")
-    monkeypatch.setattr(embedding_files, "program", lambda: "another version")
+    monkeypatch.setattr(media_files, "program", lambda: "another version")
     assert asked(tmp_path, two) == ["one", "two"]
     engine, disk = opened(tmp_path)
     run = Encoder().picture("one", 3, 3)
-    files = embedding_files.EmbeddingFiles(tmp_path / "conversations", WIDTH + 1, engine.embeddings, 1 << 20)
-    assert disk.embeddings is not None
+    files = media_files.MediaFiles(tmp_path / "conversations", WIDTH + 1, engine.embeddings, 1 << 20)
+    assert disk.media is not None
     assert files.find(run.ids, b"") is None
-    found = disk.embeddings.find(run.ids, b"")
+    found = disk.media.find(run.ids, b"")
     assert found is not None
     np.testing.assert_array_equal(found, run.embed())
     disk.close()
+
+
+def ids_read(folder: Path, model: FakeModel, salt: bytes = b"") -> list[list[int]]:
+    """Ids of a picture for a restarted reader, which then writes."""
+    files = media_files.MediaFiles(folder, WIDTH, EmbeddingStore(), 1 << 20)
+    reader = MediaReader(model, localinfer.load_tokenizer())
+    reader.files = files
+    source = MediaSource("image", DATA, "messages[0].content[0]")
+    found = [run.ids.tolist() for run in reader.read([source], salt)[0].held.runs]
+    finished(files.saving(threads=1, should_stop=lambda: False))
+    return found
+
+
+def test_a_picture_is_not_decoded_again_after_a_restart(tmp_path: Path) -> None:
+    first, again = FakeModel(), FakeModel()
+    wanted = ids_read(tmp_path, first)
+    assert ids_read(tmp_path, again) == wanted and len(wanted) == 2
+    assert len(first.prepared) == 1 and not again.prepared
+    (file,) = tmp_path.rglob("*.layout")
+    assert str(file) in {one.path for one in stored_files(tmp_path)}
+    # Whose owner, encoder or way of preparing is another, knows nothing of it.
+    for change in ({"identity": b"other"}, {"preparation": b"other"}, {}):
+        other = FakeModel()
+        vars(other).update(change)
+        assert (ids_read(tmp_path, other, b"" if change else b"bob") == wanted) == ("identity" not in change)
+        assert len(other.prepared) == 1
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole.replace(b"1", b"2"), b"", sealed(b"[]"), sealed(b'{"pieces": [3]}')):
+        file.write_bytes(damaged)
+        again = FakeModel()
+        assert ids_read(tmp_path, again) == wanted
+        assert len(again.prepared) == 1 and file.read_bytes() == whole
+
+
+def sealed(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content

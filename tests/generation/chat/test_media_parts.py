@@ -133,7 +133,7 @@ class FakeModel:
     """Lays a picture out as two tiles with text between, of as many rows as its file has bytes."""
 
     kinds = ("image",)
-    identity = b"fake"
+    identity = preparation = b"fake"
     tokens: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
