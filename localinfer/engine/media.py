@@ -12,8 +12,9 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,9 @@ from localinfer.errors import RequestError, TokenIdError
 from localinfer.kernels.ops import NUM_AXES
 from localinfer.kernels.program import MediaRows, Segment
 from localinfer.types import FloatArray, TokenIds
+
+Check = Callable[[], None]
+"""Raises an exception if what calls it now and then is to end."""
 
 FEWEST_CACHED_ROWS = 5
 """Rows of a run from which on its ids tell it from every other: 31 bits a row, so 155. Shorter runs, and what stands
@@ -36,9 +40,9 @@ class MediaRun:
 
     ids: NDArray[np.int32]
     """int32[rows], see `media_ids`."""
-    embed: Callable[[], FloatArray]
+    embed: Callable[[Check], FloatArray]
     """Computes the embeddings, float32[rows, width], an array that is never written again; called only where rows have
-    to be computed."""
+    to be computed. What it is given is called now and then meanwhile, and ends it by raising."""
     grid: tuple[int, int] | None
     """Rows and columns of the embeddings, for rotary positions in several dimensions; None elsewhere."""
     num_positions: int
@@ -71,6 +75,40 @@ DEFAULT_EMBEDDING_BYTES = 256 << 20
 """Embeddings that are kept: of some 70 pictures of 256 rows, for a model 3,584 wide."""
 
 
+class _Stopped(Exception):
+    """The request that wanted embeddings has ended."""
+
+
+def _never() -> None:
+    """The check of what nothing ends."""
+
+
+_WAIT_SECONDS = 0.05
+"""Between two checks of what waits."""
+
+
+@contextmanager
+def checked_lock(lock: threading.Lock, check: Check | None) -> Generator[None]:
+    """Hold a lock that others hold for long. Raises: while waiting, what `check` does."""
+    while not lock.acquire(timeout=-1 if check is None else _WAIT_SECONDS):
+        if check is not None:
+            check()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclass(eq=False)
+class _Turn:
+    """The embeddings of a run that one thread computes, and others may wait for."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the one."""
+    num_threads: int = 0
+    """All of them."""
+
+
 class EmbeddingTier(Protocol):
     """A slower memory under the store, such as the disk. Any thread may ask."""
 
@@ -84,9 +122,10 @@ class EmbeddingTier(Protocol):
 class EmbeddingStore:
     """Embeddings of the runs used last, within `max_bytes`; any thread may ask.
 
-    Each run is computed by one thread, for which others that want the same wait. Texts of other salts share none. Runs
-    whose ids do not tell them apart are not kept. num_bytes: of those kept. held_bytes: of those that texts hold until
-    their rows are computed, which leave as much less to be kept. tier: is asked before anything is computed.
+    Each run is computed by one thread, for which others that want the same wait; where that one is stopped, the next
+    computes it. Texts of other salts share none. Runs whose ids do not tell them apart are not kept. num_bytes: of
+    those kept. held_bytes: of those that texts hold until their rows are computed, which leave as much less to be kept.
+    tier: is asked before anything is computed.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_EMBEDDING_BYTES) -> None:
@@ -94,18 +133,19 @@ class EmbeddingStore:
         self.num_bytes = self.held_bytes = 0
         self.tier: EmbeddingTier | None = None
         self._kept: OrderedDict[tuple[bytes, bytes], FloatArray] = OrderedDict()
-        self._computing: dict[tuple[bytes, bytes], threading.Lock] = {}
+        self._turns: dict[tuple[bytes, bytes], _Turn] = {}
         self._lock = threading.Lock()
 
-    def find(self, run: MediaRun, salt: bytes = NO_SALT) -> FloatArray:
-        """The embeddings of a run, computed if they are not kept. Raises: what `embed` does; RequestError."""
+    def find(self, run: MediaRun, salt: bytes = NO_SALT, check: Check = _never) -> FloatArray:
+        """The embeddings of a run, computed if they are not kept. Raises: what `embed` and `check` do; RequestError."""
         if run.ids.size < FEWEST_CACHED_ROWS:
-            return _computed(run)
+            return _computed(run, check)
         key = salt, run.ids.tobytes()
         with self._lock:
-            computing = self._computing.setdefault(key, threading.Lock())
-        with computing:
-            try:
+            turn = self._turns.setdefault(key, _Turn())
+            turn.num_threads += 1
+        try:
+            with checked_lock(turn.lock, check):
                 with self._lock:
                     rows = self._kept.get(key)
                     if rows is not None:
@@ -113,14 +153,16 @@ class EmbeddingStore:
                         return rows
                 tier = self.tier
                 stored = None if tier is None else tier.find(run.ids, salt)
-                rows = _computed(run) if stored is None else stored
+                rows = _computed(run, check) if stored is None else stored
                 self._keep(key, rows)
                 if tier is not None and stored is None:
                     tier.on_computed(run.ids, salt)
                 return rows
-            finally:
-                with self._lock:
-                    self._computing.pop(key, None)
+        finally:
+            with self._lock:
+                turn.num_threads -= 1
+                if not turn.num_threads:
+                    del self._turns[key]
 
     def kept(self, ids: TokenIds, salt: bytes) -> FloatArray | None:
         """The embeddings of a run by its ids, if they are kept in memory."""
@@ -156,8 +198,8 @@ class EmbeddingStore:
             self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
-def _computed(run: MediaRun) -> FloatArray:
-    rows = np.ascontiguousarray(run.embed(), np.float32)
+def _computed(run: MediaRun, check: Check) -> FloatArray:
+    rows = np.ascontiguousarray(run.embed(check), np.float32)
     if rows.ndim != 2 or len(rows) != run.ids.size:
         raise RequestError(f"an encoder made embeddings of shape {rows.shape}; wanted {run.ids.size} rows")
     return rows
@@ -273,13 +315,18 @@ class PlacedMedia:
         """Compute embeddings of the runs that end after `length` positions, and hold them until `release`, as many as
         texts may hold ahead.
 
-        should_stop: asked before each. Raises: what `embed` does.
+        should_stop: asked before each, and while it is computed. Raises: what `embed` does.
         """
-        for place in self._places:
-            if place.end > length:
-                if should_stop() or not self._store.may_hold_ahead:
-                    return
-                self._embeddings_of(place)
+
+        def check() -> None:
+            if should_stop():
+                raise _Stopped
+
+        with suppress(_Stopped):
+            for place in self._places:
+                if place.end > length and self._store.may_hold_ahead:
+                    check()
+                    self._embeddings_of(place, check)
 
     def release(self, length: int) -> None:
         """Let go of the embeddings of what ends within `length` positions."""
@@ -339,11 +386,11 @@ class PlacedMedia:
         index = bisect_right(self._starts, position - 1)
         return self._places[index] if index < len(self._places) else None
 
-    def _embeddings_of(self, place: _Place) -> FloatArray:
+    def _embeddings_of(self, place: _Place, check: Check = _never) -> FloatArray:
         """Those of a run, held until its rows are computed, so that the parts of a long one take one encoding."""
         rows = self._held.get(place.number)
         if rows is None:
-            rows = self._held[place.number] = self._store.find(place.run, self._salt)
+            rows = self._held[place.number] = self._store.find(place.run, self._salt, check)
             self._store.note_held(rows.nbytes)
         return rows
 

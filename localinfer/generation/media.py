@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_hashes import NO_SALT
-from localinfer.engine.media import MediaRun, media_ids
+from localinfer.engine.media import Check, MediaRun, media_ids
 from localinfer.errors import ContextLengthError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.media_parts import (
     MediaKind,
@@ -89,8 +89,8 @@ class MediaModel(Protocol):
         is_alone: no template writes the texts around it. Raises: RequestError for what cannot be read.
         """
 
-    def encode(self, piece: EncoderInput) -> FloatArray:
-        """Return the embeddings, float32[num_rows, width]."""
+    def encode(self, piece: EncoderInput, check: Check | None = None) -> FloatArray:
+        """Return the embeddings, float32[num_rows, width]; check: called now and then, and ends it by raising."""
 
     def sees_itself(self, piece: EncoderInput) -> bool:
         """True if the decoder's rows of this input see each other in both directions."""
@@ -385,11 +385,12 @@ class MediaReader:
             files.add_layout(key, layout.to_fields())
         return layout
 
-    def _embed(self, source: MediaSource, index: int, salt: bytes) -> FloatArray:
+    def _embed(self, source: MediaSource, index: int, salt: bytes, check: Check) -> FloatArray:
         """The embeddings of one piece of what a source is prepared to."""
         piece = self._prepare(source, salt)[0].pieces[index]
         assert not isinstance(piece, str), "runs are made of encoder inputs"
-        return self._model.encode(piece)
+        check()
+        return self._model.encode(piece, check)
 
     def _prepare(self, source: MediaSource, salt: bytes) -> tuple[PreparedMedia, tuple[str, ...]]:
         key = salt, source.marker

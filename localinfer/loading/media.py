@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localinfer.engine.media import Check, checked_lock
 from localinfer.errors import ContextLengthError, MissingPackageError, ModelFileError, RequestError
 from localinfer.generation.chat.media_parts import CAPABILITIES, MediaKind
 from localinfer.kernels.cpu.program import ThreadPool
@@ -220,10 +221,13 @@ class LoadedMedia:
                 context_length=self._context_length,
             )
 
-    def encode(self, piece: EncoderInput) -> FloatArray:
-        """Return the embeddings, float32[num_rows, width], on threads of its own, beside steps of the model."""
-        with self._lock:
-            return self._encoder.encode(piece)
+    def encode(self, piece: EncoderInput, check: Check | None = None) -> FloatArray:
+        """Return the embeddings, float32[num_rows, width], on threads of its own, beside steps of the model.
+
+        check: called every few hundredths of the work, and while another picture is encoded; ends it by raising.
+        """
+        with checked_lock(self._lock, check):
+            return self._encoder.encode(piece, check)
 
     def sees_itself(self, piece: EncoderInput) -> bool:
         """True if the decoder's rows of this input see each other in both directions."""

@@ -1,6 +1,6 @@
 """A model that sees, as a program uses it: pictures in every form, the cache, sessions, restarts, errors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,29 @@ def test_the_encoder_runs_once_for_a_picture_in_any_chat(llm: LLM, monkeypatch: 
     for text in ("One", "Two", "Three"):
         llm.chat([{"role": "system", "content": text}, *asked(image(picture))], **GREEDY)
     assert calls == ["prepare", "encode"]
+
+
+def test_a_picture_in_progress_is_stopped_with_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    media: Any = llm._media
+    picture, real, shares = picture_file(seed=78), media._encoder.encode, []
+    stream = llm.stream_chat(asked(image(picture)), **GREEDY)
+
+    def encode(piece: Any, check: Callable[[], None]) -> Any:
+        def counted() -> None:
+            shares.append(1)
+            if len(shares) == 3:
+                stream.cancel()
+            check()
+
+        return real(piece, counted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(media._encoder, "encode", encode)
+        assert [event.finish_reason for event in stream][-1] == "cancelled"
+    assert len(shares) == 3
+    first = llm.chat(asked(image(picture)), logprobs=2, **GREEDY)
+    llm.clear_cache()
+    assert llm.chat(asked(image(picture)), logprobs=2, **GREEDY).logprobs == first.logprobs
 
 
 def test_the_same_pixels_in_another_file_are_the_same_picture(llm: LLM, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import MediaRun, join_pieces, media_ids
+from localinfer.engine.media import Check, MediaRun, join_pieces, media_ids
 from localinfer.engine.request import TokenEvent
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.kernels.program import Batch, Segment
@@ -41,6 +41,10 @@ class MediaProgram(FakeProgram):
         return int.from_bytes(hashlib.sha256(text).digest()[:4], "little", signed=True)
 
 
+def unstopped() -> None:
+    """A check that ends nothing."""
+
+
 def media_model(*, context_length: int = 96, max_batch_rows: int = 24, max_output_rows: int = 12) -> FakeModel:
     program = MediaProgram(260, max_batch_rows=max_batch_rows, max_output_rows=max_output_rows)
     return FakeModel(program, FakeConfig(260, context_length, takes_media=True))
@@ -60,12 +64,12 @@ class Encoder:
         *,
         sees_itself: bool = False,
         has_grid: bool = True,
-        embed: Callable[[], FloatArray] | None = None,
+        embed: Callable[[Check], FloatArray] | None = None,
     ) -> MediaRun:
         """A picture whose content is its name and size."""
         count, digest = rows * columns, f"{name} {rows} {columns}".encode()
 
-        def encode() -> FloatArray:
+        def encode(check: Check) -> FloatArray:
             self.asked.append(name)
             return np.random.default_rng(list(digest)).random((count, WIDTH), np.float32)
 

@@ -10,7 +10,7 @@ from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import EmbeddingStore, MediaRun, PlacedMedia, join_pieces, media_ids
+from localinfer.engine.media import Check, EmbeddingStore, MediaRun, PlacedMedia, join_pieces, media_ids
 from localinfer.engine.sampling.filters import log_total
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
@@ -26,7 +26,7 @@ from localinfer.generation.text_generation import EncodedPrompt
 from localinfer.llm import LLM
 from tests.engine.fakes import ByteTokenizer
 from tests.engine.generations import GREEDY, PARAMS, REPEATING, SEEDED, in_threads, wide_model
-from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, ids_of, media_model, random_pieces, tokens
+from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, ids_of, media_model, random_pieces, tokens, unstopped
 from tests.engine.simulated_machine import LINEAR_ROWS
 
 SIGHTS = [(False, True), (False, False), (True, False)]
@@ -64,7 +64,7 @@ def test_what_is_told_of_a_row_does_not_depend_on_where_a_batch_begins(seed: int
     for piece in [*pieces, [0] * 5]:
         start = len(wanted)
         if isinstance(piece, MediaRun):
-            for row, embedding in enumerate(piece.embed()):
+            for row, embedding in enumerate(piece.embed(unstopped)):
                 across = (0, 0) if piece.grid is None else divmod(row, piece.grid[1])
                 axes = (position + row,) * 3
                 axes = axes if piece.grid is None else (position, position + across[0], position + across[1])
@@ -128,7 +128,7 @@ def test_embeddings_are_kept_within_bytes_and_computed_once_by_threads_that_want
     runs = [encoder.picture(f"{index}", 2, 3) for index in range(3)]
     begun, may_end = threading.Event(), threading.Event()
 
-    def slow() -> Any:
+    def slow(check: Check) -> Any:
         begun.set()
         assert may_end.wait(10)
         encoder.asked.append("slow")
@@ -332,7 +332,9 @@ def test_a_picture_of_few_rows_is_computed_again_and_said_so() -> None:
     # Another picture of the same ids, as chance or an attacker may make one.
     run = pieces[1]
     assert isinstance(run, MediaRun)
-    forged = MediaRun(run.ids, lambda: np.ones((4, WIDTH), np.float32), run.grid, run.num_positions, False, "small")
+    forged = MediaRun(
+        run.ids, lambda check: np.ones((4, WIDTH), np.float32), run.grid, run.num_positions, False, "small"
+    )
     other: Pieces = [pieces[0], forged, pieces[2]]
     assert tokens(engine, other, GREEDY) == cold(other, GREEDY) != wanted
     miss = miss_of(engine, pieces)
@@ -424,10 +426,61 @@ def test_what_a_model_cannot_take_is_refused_in_one_line() -> None:
         Engine(media_model(max_batch_rows=8)).generate(ids, GREEDY, media=runs)
 
 
+@pytest.mark.parametrize("ends", [0, 1], ids=["the one that computes", "the one that waits"])
+def test_a_request_that_ends_stops_in_its_picture_and_another_that_wants_it_gets_it(ends: int) -> None:
+    encoder, engine = Encoder(), Engine(media_model())
+    begun, may_end, stopped = threading.Event(), threading.Event(), threading.Event()
+
+    def embed(check: Check) -> Any:
+        encoder.asked.append("slow")
+        begun.set()
+        try:
+            while not may_end.wait(0.001):
+                check()
+        except BaseException:
+            stopped.set()
+            raise
+        return np.ones((9, WIDTH), np.float32)
+
+    pieces: Pieces = [[1], encoder.picture("slow", 3, 3, embed=embed), [2]]
+    ids, runs = join_pieces(pieces)
+    found: dict[int, list[Any]] = {}
+    generations = [engine.generate(ids, GREEDY, max_tokens=3, media=runs) for _ in range(2)]
+
+    def read(index: int) -> None:
+        found[index] = list(generations[index])
+
+    readers = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+    readers[0].start()
+    assert begun.wait(10)
+    readers[1].start()
+    generations[ends].cancel()
+    readers[ends].join(10)
+    assert [event.finish_reason for event in found[ends]] == ["cancelled"]
+    assert stopped.is_set() == (ends == 0)
+    may_end.set()
+    readers[1 - ends].join(10)
+    assert len(found[1 - ends]) == 3 and len(encoder.asked) == 2 - ends
+    assert found[1 - ends] == tokens(engine, pieces, GREEDY, max_tokens=3)
+
+
+def test_an_interrupt_of_a_reader_stops_its_picture() -> None:
+    engine, encoder = Engine(media_model()), Encoder()
+
+    def interrupted(check: Check) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokens(engine, [[1], encoder.picture("one", 3, 3, embed=interrupted), [2]], GREEDY)
+    pieces: Pieces = [[1], encoder.picture("one", 3, 3), [2]]
+    assert tokens(engine, pieces, GREEDY) == cold(pieces, GREEDY)
+    assert not engine.embeddings.held_bytes
+
+
 def test_an_encoder_that_fails_ends_its_own_text_only() -> None:
     encoder = Encoder()
 
-    def fail() -> Any:
+    def fail(check: Check) -> Any:
         raise RuntimeError("no such picture")
 
     engine = Engine(media_model())
@@ -435,7 +488,7 @@ def test_an_encoder_that_fails_ends_its_own_text_only() -> None:
     next(stream)
     with pytest.raises(RuntimeError, match="no such picture"):
         tokens(engine, [[1], encoder.picture("bad", 3, 3, embed=fail), [2]], GREEDY)
-    wrong = encoder.picture("wrong", 3, 3, embed=lambda: np.zeros((8, WIDTH), np.float32))
+    wrong = encoder.picture("wrong", 3, 3, embed=lambda check: np.zeros((8, WIDTH), np.float32))
     with pytest.raises(RequestError, match="wanted 9 rows"):
         tokens(engine, [[1], wrong, [2]], GREEDY)
     assert len(list(stream)) == 19

@@ -12,7 +12,7 @@ import pytest
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.sequence import KVEviction
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import MediaRun, join_pieces, media_ids
+from localinfer.engine.media import Check, MediaRun, join_pieces, media_ids
 from localinfer.engine.speculation.mtp import MTPDrafter
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
@@ -56,7 +56,7 @@ class Family:
         return int(setting["embedding_length"]) * (1 + int(setting.get("n_deepstack_layers", 0)))
 
     def picture(self, seed: int, rows: int = 4, columns: int = 5) -> MediaRun:
-        def embed() -> FloatArray:
+        def embed(check: Check) -> FloatArray:
             return np.random.default_rng(seed).standard_normal((rows * columns, self.width), np.float32)
 
         grid, taken = (None, rows * columns) if self.sees_itself else ((rows, columns), max(rows, columns))
@@ -64,7 +64,7 @@ class Family:
         return MediaRun(ids, embed, grid, taken, self.sees_itself, f"picture {seed}")
 
     def sound(self, seed: int, rows: int) -> MediaRun:
-        def embed() -> FloatArray:
+        def embed(check: Check) -> FloatArray:
             return np.random.default_rng(seed).standard_normal((rows, self.width), np.float32)
 
         return MediaRun(media_ids(b"ear", bytes([seed, rows]), rows), embed, None, rows, False, f"sound {seed}")
@@ -87,7 +87,7 @@ class Family:
 def blind(run: MediaRun) -> MediaRun:
     """A picture that was cached, so that its encoder may not run."""
 
-    def fail() -> FloatArray:
+    def fail(check: Check) -> FloatArray:
         raise AssertionError("the encoder runs for what is cached")
 
     return replace(run, embed=fail)

@@ -18,7 +18,7 @@ from localinfer.storage import media_files
 from localinfer.storage.budget import clear, stored_files
 from localinfer.storage.page_store import finished
 from localinfer.storage.prompt_cache import DiskCache, DiskOptions
-from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, media_model, tokens
+from tests.engine.media_texts import WIDTH, Encoder, Pieces, cold, media_model, tokens, unstopped
 from tests.generation.chat.test_media_parts import DATA, FakeModel
 from tests.storage.test_prompt_cache import FakeIdentity
 
@@ -116,7 +116,7 @@ def test_another_program_or_width_finds_none(tmp_path: Path, monkeypatch: pytest
     assert files.find(run.ids, b"") is None
     found = disk.media.find(run.ids, b"")
     assert found is not None
-    np.testing.assert_array_equal(found, run.embed())
+    np.testing.assert_array_equal(found, run.embed(unstopped))
     disk.close()
 
 

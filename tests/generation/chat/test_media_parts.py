@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.engine.media import FEWEST_CACHED_ROWS, media_ids
+from localinfer.engine.media import FEWEST_CACHED_ROWS, Check, media_ids
 from localinfer.errors import MessageError
 from localinfer.generation.chat.media_parts import (
     MediaSource,
@@ -147,7 +147,7 @@ class FakeModel:
         )
         return PreparedMedia.from_pieces(["<|im_start|>", tile, "x", tile, "<|im_end|>"]), ()
 
-    def encode(self, piece: EncoderInput) -> np.ndarray:
+    def encode(self, piece: EncoderInput, check: Check | None = None) -> np.ndarray:
         self.encoded += 1
         return np.full((piece.num_rows, 2), piece.values.sum(), np.float32)
 
@@ -200,6 +200,6 @@ def test_a_chat_with_pictures_is_the_ids_of_its_texts_and_pictures() -> None:
     for salt in (b"alice", b"bob", b"alice"):
         assert [run.ids.tolist() for run in reader.read([source], salt)[0].held.runs] == [rows.tolist()] * 2
     assert len(model.prepared) == 2
-    np.testing.assert_array_equal(chat.media[1].embed(), np.full((len(DATA), 2), sum(DATA), np.float32))
+    np.testing.assert_array_equal(chat.media[1].embed(lambda: None), np.full((len(DATA), 2), sum(DATA), np.float32))
     with pytest.raises(MessageError, match="is a sound"):
         encoded([{"type": "audio", "audio": DATA}])

@@ -44,7 +44,7 @@ def prompt_of(key: str) -> tuple[TokenIds, list[MediaRun]]:
             grid = (int(across[:, 1].max()) + 1, int(across[:, 2].max()) + 1) if has_grid else None
             sees_itself = bool(kind == 1) and key.startswith("gemma")
             ids = media_ids(b"the peer's", rows.tobytes(), int(count))
-            pieces.append(MediaRun(ids, lambda rows=rows: rows, grid, int(num_positions), sees_itself))
+            pieces.append(MediaRun(ids, lambda check, rows=rows: rows, grid, int(num_positions), sees_itself))
         row += count
     return join_pieces(pieces)
 

@@ -53,7 +53,7 @@ class Asked:
         rows = self.encoder.encode(entry).copy()
         ids = media_ids(b"", PreparedMedia.from_pieces([entry]).digest, entry.num_rows)
         sees_itself = not entry.is_sound and self.media.config.sees_itself(64)
-        return MediaRun(ids, lambda: rows, entry.grid, entry.num_positions, sees_itself)
+        return MediaRun(ids, lambda check: rows, entry.grid, entry.num_positions, sees_itself)
 
     def logits(self, engine: Engine, tokenizer: Tokenizer, pieces: tuple[str | EncoderInput, ...]) -> NDArray[Any]:
         """Logits of all tokens of a prompt."""

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.media import EmbeddingStore, MediaRun, PlacedMedia, media_ids
+from localinfer.engine.media import Check, EmbeddingStore, MediaRun, PlacedMedia, media_ids
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.types import FloatArray
 
@@ -70,10 +70,10 @@ class Gallery:
         return [replace(run, embed=_telling(run.embed, told)) for run in self.media(token_ids)]
 
 
-def _telling(embed: Callable[[], FloatArray], told: Callable[[], None]) -> Callable[[], FloatArray]:
-    def tell_and_embed() -> FloatArray:
+def _telling(embed: Callable[[Check], FloatArray], told: Callable[[], None]) -> Callable[[Check], FloatArray]:
+    def tell_and_embed(check: Check) -> FloatArray:
         told()
-        return embed()
+        return embed(check)
 
     return tell_and_embed
 
@@ -98,7 +98,7 @@ def _gallery(width: int, sees_itself: bool, has_axes: bool) -> Gallery:
 def _run(index: int, rows: int, width: int, grid: tuple[int, int] | None, taken: int, *, sees_itself: bool) -> MediaRun:
     embeddings = np.random.default_rng(index).standard_normal((rows, width), np.float32)
     ids = media_ids(b"simulated", bytes([index]), rows)
-    return MediaRun(ids, lambda: embeddings, grid, taken, sees_itself, f"picture {index}")
+    return MediaRun(ids, lambda check: embeddings, grid, taken, sees_itself, f"picture {index}")
 
 
 def shortened(gallery: Gallery, token_ids: TokenIds, system: int, recent: int) -> TokenIds:
