@@ -210,6 +210,8 @@ class Architecture:
     has_output_bias: bool = True
     """A bias beside the output matrix is added."""
     embedding_scale: float = 1.0
+    scales_media: bool = False
+    """That factor is of pictures and sounds too, and not of words alone."""
     residual_scale: float = 1.0
     stream_weight: float = 0.0
     """If not 0, a branch's norm is of the residual stream itself, which has this factor where the branch

@@ -184,9 +184,12 @@ def write_embedding(graph: Graph, context_length: int | None = None) -> Buffer:
     width = graph.weights.shape("token_embd_proj.weight")[-1] if is_projected else config.hidden_size
     hidden = graph.buffer("embedding" if is_projected else "hidden", width, Rows.BATCH)
     table = graph.weights.embedding("token_embd.weight", config.vocab_size, width)
-    tape.embed(hidden, table, architecture.embedding_scale)
+    scales_media = config.takes_media and architecture.scales_media
+    tape.embed(hidden, table, 1.0 if scales_media else architecture.embedding_scale)
     if config.takes_media and not is_projected:
         tape.embed_media(hidden)
+    if scales_media and architecture.embedding_scale != 1.0:
+        tape.scale(hidden, architecture.embedding_scale)
     if architecture.learned_positions:
         longest = max(context_length or 0, config.context_length)
         num_positions = max(longest, graph.weights.shape("position_embd.weight")[0])

@@ -63,6 +63,7 @@ def granite(config: ModelConfig) -> Architecture:
     return replace(
         LLAMA,
         embedding_scale=config.embedding_scale or 1.0,
+        scales_media=True,
         residual_scale=config.residual_scale or 1.0,
         logit_scale=1.0 / (config.logit_scale or 1.0),
     )

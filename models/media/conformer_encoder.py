@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import RequestError
+from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.ops import Activation, AttentionShape, Buffer, KVLayerShape, LinearWeight, Relative
 from localinfer.models.media.convolutions import (
@@ -21,6 +21,7 @@ from localinfer.models.media.convolutions import (
 )
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import SoundConfig
+from localinfer.models.media.query_projector import QueryProjector
 from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer
 from localinfer.types import FloatArray
 
@@ -124,11 +125,11 @@ class Gemma4SoundEncoder:
 
 def _gated_convolution(writer: RowWriter, normed: Buffer, name: str, *, is_causal: bool) -> Buffer:
     """Gated linear units, then each column convolved over time: with rows before only, or as many on either side."""
-    width = normed.width
+    weights = writer.weights
+    width, taps = (weights.shape(f"{name}.conv_dw.weight")[axis] for axis in (0, -1))
     first, second = writer.halves(normed, f"{name}.conv_pw1", ["values", "gates"], width)
     writer.builder.multiply_sigmoid(first, first, second)
-    taps = writer.weights.shape(f"{name}.conv_dw.weight")[-1]
-    kernel = writer.weights.values(f"{name}.conv_dw.weight", width, taps)
+    kernel = weights.values(f"{name}.conv_dw.weight", width, taps)
     before = taps - 1 if is_causal else taps // 2
     return writer.host_step(first, "convolved", width, lambda rows: convolved_rows(rows, kernel, before))
 
@@ -138,6 +139,85 @@ def _relative(writer: RowWriter, queries: Buffer, weight: LinearWeight, buckets:
     by_row = writer.buffer("by distance", weight.num_experts * weight.num_rows)
     writer.builder.head_matmul(by_row, queries, weight, weight.num_rows, weight.num_columns)
     return Relative(buckets, weight.num_rows, by_row=by_row)
+
+
+class GraniteSoundEncoder:
+    """The encoder of Granite Speech: rows see those of their block, and in the middle what they are most like.
+
+    There they are scored as letters, as for connectionist temporal classification, and the shares of these are added.
+    """
+
+    EPSILON = 1e-5
+
+    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
+        self._config = config
+        num_rows, _ = weights.shape("a.blk.0.attn_q.weight")
+        self._size, width = num_rows // config.num_heads, config.hidden_size
+        pages = KeyPages(KVLayerShape(config.num_heads, self._size, self._size))
+        writer = graph_writer(weights, pages)
+        rows = writer.linear(writer.input("features", config.num_mel_bins), "a.input_projection", "rows", width)
+        for layer in range(config.num_layers):
+            rows = self._write_block(writer, rows, f"a.blk.{layer}")
+            if layer + 1 == config.num_layers // 2:
+                letters = writer.linear(rows, "a.ctc_out", "letters")
+                writer.builder.softmax(letters, letters)
+                rows = writer.linear(letters, "a.ctc_in", rows.name, width, residual=rows)
+        self._body = RowGraph(pool, writer, [rows], pages)
+        self._projector = QueryProjector(config, weights, pool)
+        self.graphs = [self._body, *self._projector.graphs]
+
+    def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
+        """Embeddings of frames [frames, values]."""
+        count, size = len(frames), self._config.block_rows
+        starts = np.arange(count) // size * size
+        rows = self._body.run([frames], Seen(starts, np.minimum(starts + size, count)))[0]
+        return self._projector.run(rows)
+
+    def _write_block(self, writer: RowWriter, x: Buffer, name: str) -> Buffer:
+        builder, epsilon, width = writer.builder, self.EPSILON, x.width
+        _half_feed_forward(writer, x, writer.layer_norm(x, f"{name}.ffn_norm", "normed", epsilon), name, "")
+        normed = writer.layer_norm(x, f"{name}.ln1", "normed", epsilon)
+        attended = self._write_attention(writer, normed, name)
+        builder.add(x, x, writer.linear(attended, f"{name}.attn_out", "branch", width))
+        out = _gated_convolution(
+            writer, writer.layer_norm(x, f"{name}.norm_conv", "normed", epsilon), name, is_causal=False
+        )
+        factors, shift = self._batch_norm(writer.weights, f"{name}.conv_norm", out.width)
+        builder.multiply(out, out, factors)
+        builder.add_vector(out, shift)
+        out = writer.activation(out, Activation.SILU)
+        builder.add(x, x, writer.linear(out, f"{name}.conv_pw2", "branch", width))
+        _half_feed_forward(writer, x, writer.layer_norm(x, f"{name}.ffn_norm_1", "normed", epsilon), name, "_1")
+        return writer.layer_norm(x, f"{name}.ln2", x.name, epsilon)
+
+    def _batch_norm(self, weights: EncoderWeights, name: str, width: int) -> tuple[FloatArray, FloatArray]:
+        """Factor and summand of each column, whose mean and variance are the training's."""
+        variance = weights.values(f"{name}.running_var", width).astype(np.float64)
+        factors = weights.values(f"{name}.weight", width) / np.sqrt(variance + self.EPSILON)
+        shift = weights.values(f"{name}.bias", width) - weights.values(f"{name}.running_mean", width) * factors
+        return factors.astype(np.float32), shift.astype(np.float32)
+
+    def _write_attention(self, writer: RowWriter, x: Buffer, name: str) -> Buffer:
+        builder, weights, size, heads = writer.builder, writer.weights, self._size, self._config.num_heads
+        names = [f"{name}.attn_{part}" for part in "qkv"]
+        queries, keys, values = writer.linears(x, names, ["queries", "keys", "values"], [heads * size] * 3)
+        builder.store_kv(0, keys, values)
+        tensor, reach = f"{name}.attn_rel.weight", self._config.block_rows - 1
+        count = weights.shape(tensor)[0]
+        zero = count // 2
+        if count % 2 == 0 or reach > zero:
+            raise CorruptFileError(
+                f"{tensor} has rows for {count} distances; wanted an odd number, at least {2 * reach + 1}: download "
+                "the model again"
+            )
+        # Its rows are by the row's position less the key's (Shaw et al., arXiv 1803.02155, section 3.2).
+        rows = weights.values(tensor, count, size)[zero - reach : zero + reach + 1][::-1]
+        weight = weights.matrix(tensor, np.stack([rows] * heads))
+        relative = _relative(writer, queries, weight, np.arange(len(rows)))
+        out = writer.buffer("attended", heads * size)
+        shape = AttentionShape(heads, heads, size, size, size**-0.5, bidirectional=True)
+        builder.attention(out, queries, 0, shape, relative=relative, takes_ranges=True)
+        return out
 
 
 class Lfm2SoundEncoder:

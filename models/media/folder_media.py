@@ -32,6 +32,8 @@ from localinfer.models.media.tower_file import TowerFile, TowerNames
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.types import FloatArray
 
+_ADAPTED = ("granite_speech",)
+"""Types whose class has an adapter beside the text model unless config.json says otherwise."""
 _WHOLE_PROMPTS = ("paligemma",)
 
 TokenId = Callable[[str], int | None]
@@ -59,7 +61,7 @@ def folder_kinds(folder: JsonFolder) -> tuple[bool, bool]:
 
     Raises: UnsupportedFormatError, on one line, for a family that does neither; CorruptFileError for damaged settings.
     """
-    seeing, hearing = _checked_families(read_processor_settings(folder), takes_whole_prompts=False)
+    seeing, hearing = _checked_families(folder, read_processor_settings(folder), takes_whole_prompts=False)
     return seeing is not None, hearing is not None
 
 
@@ -82,7 +84,7 @@ def _families(settings: ProcessorSettings) -> tuple[TowerFamily | None, SoundTow
 
 
 def _checked_families(
-    settings: ProcessorSettings, *, takes_whole_prompts: bool
+    folder: JsonFolder, settings: ProcessorSettings, *, takes_whole_prompts: bool
 ) -> tuple[TowerFamily | None, SoundTowerFamily | None]:
     """The same, one of which is there."""
     found = _families(settings)
@@ -90,6 +92,13 @@ def _checked_families(
         raise UnsupportedFormatError(
             f"config.json: model_type is {settings.model_type!r:.60}, whose pictures and sounds this version does not "
             "read from folders; its text runs. Use a GGUF file and its mmproj file, or a model of another family."
+        )
+    if settings.model_type in _ADAPTED and (
+        settings.config.boolean("has_lora_adapter", True) or folder.json("adapter_config.json") is not None
+    ):
+        raise UnsupportedFormatError(
+            "config.json: has_lora_adapter says that an adapter (LoRA) changes the text model where there is sound, "
+            "which this version does not do; its text runs. Choose a model of the family without an adapter."
         )
     if settings.model_type in _WHOLE_PROMPTS and not takes_whole_prompts:
         raise UnsupportedFormatError(
@@ -109,7 +118,7 @@ def open_folder_media(
     here; CorruptFileError naming a setting or tensor.
     """
     settings = read_processor_settings(folder)
-    seeing, hearing = _checked_families(settings, takes_whole_prompts=takes_whole_prompts)
+    seeing, hearing = _checked_families(folder, settings, takes_whole_prompts=takes_whole_prompts)
     towers: list[TowerNames] = []
     extra: dict[str, tuple[str, Change | None]] = {}
     made: dict[str, FloatArray] = {}

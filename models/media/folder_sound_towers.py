@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from localinfer.models.checkpoint.changes import CONVOLUTION, Computed
+from localinfer.models.checkpoint.changes import CONVOLUTION, FIRST_HALF, SECOND_HALF, Computed, Moved
 from localinfer.models.media.folder_settings import PartSettings, ProcessorSettings
-from localinfer.models.media.mmproj import SOUND_PROJECTORS, SoundConfig
+from localinfer.models.media.folder_tower_names import block_names
+from localinfer.models.media.folder_towers import activation
+from localinfer.models.media.mmproj import FOLDER_SOUND_PROJECTORS, SOUND_PROJECTORS, QueryConfig, SoundConfig
 from localinfer.models.media.tower_file import Targets, To, TowerFile, TowerNames
 from localinfer.types import FloatArray
 
@@ -33,11 +35,15 @@ class SoundTowerFamily:
     """Setting with the number of heads."""
     width: str = ""
     """Setting with the width of positions that the class computes; empty where the tensors have them."""
+    part: str = "audio_config"
+    """Record of config.json with the settings of the tower."""
+    frame: str = "num_mel_bins"
+    """Setting with the values of a frame."""
 
 
 def sound_settings(settings: ProcessorSettings, family: SoundTowerFamily) -> PartSettings:
     """config.json's record of the tower, over the values of its class."""
-    return settings.part("audio_config").over(family.defaults)
+    return settings.part(family.part).over(family.defaults)
 
 
 def made_positions(family: SoundTowerFamily, audio: PartSettings) -> dict[str, FloatArray]:
@@ -61,8 +67,9 @@ def sound_config(family: SoundTowerFamily, settings: ProcessorSettings, file: To
             raise audio.unsupported(key, repr(wanted))
     hidden_size = file.tensor("a.blk.0.attn_q.weight").shape[1]
     num_heads = audio.integer(family.heads)
-    if hidden_size % num_heads:
-        raise audio.wrong(family.heads, f"a divisor of {hidden_size}")
+    num_rows = file.tensor("a.blk.0.attn_q.weight").shape[0]
+    if num_rows % num_heads:
+        raise audio.wrong(family.heads, f"a divisor of {num_rows}")
     config = SoundConfig(
         projector=family.projector,
         hidden_size=hidden_size,
@@ -71,9 +78,9 @@ def sound_config(family: SoundTowerFamily, settings: ProcessorSettings, file: To
         num_heads=num_heads,
         norm_epsilon=1e-5,
         merge=1,
-        output_size=file.tensor(SOUND_PROJECTORS[family.projector].output).shape[0],
+        output_size=file.tensor((SOUND_PROJECTORS | FOLDER_SOUND_PROJECTORS)[family.projector].output).shape[0],
         num_deepstack=0,
-        num_mel_bins=audio.integer("num_mel_bins"),
+        num_mel_bins=audio.integer(family.frame),
     )
     return replace(config, **family.fields(settings, audio))
 
@@ -107,6 +114,32 @@ def _gemma4_fields(settings: ProcessorSettings, audio: PartSettings) -> dict[str
         if audio.get(key) != wanted:
             raise audio.unsupported(key, repr(wanted))
     return {}
+
+
+def _granite_fields(settings: ProcessorSettings, audio: PartSettings) -> dict[str, Any]:
+    config = settings.config.over({"window_size": 15, "downsample_rate": 5})
+    projector = settings.part("projector_config").over(
+        {"model_type": "blip_2_qformer", "num_hidden_layers": 12, "num_attention_heads": 12, "hidden_act": "gelu"}
+        | {"layer_norm_eps": 1e-12, "cross_attention_frequency": 2}
+    )
+    if projector.get("model_type") != "blip_2_qformer":
+        raise projector.unsupported("model_type", "'blip_2_qformer'")
+    size, rate = config.integer("window_size"), config.integer("downsample_rate")
+    if rate > size:
+        raise config.wrong("downsample_rate", f"at most window_size, {size}")
+    block, most = audio.integer("context_size"), audio.integer("max_pos_emb")
+    if block > most:
+        raise audio.wrong("context_size", f"at most max_pos_emb, {most}")
+    queries = QueryConfig(
+        num_queries=size // rate,
+        size=size,
+        num_layers=projector.integer("num_hidden_layers", high=1 << 10),
+        num_heads=projector.integer("num_attention_heads"),
+        norm_epsilon=projector.number("layer_norm_eps", low=0.0, high=1.0),
+        activation=activation(projector, "hidden_act"),
+        frequency=projector.integer("cross_attention_frequency"),
+    )
+    return {"block_rows": block, "queries": queries}
 
 
 _WHISPER: Targets = {
@@ -168,6 +201,53 @@ _GEMMA4: Targets = {
     "audio_tower.output_proj": "a.pre_encode.out",
     "embed_audio.embedding_projection": "mm.a.input_projection",
 }
+_COLUMNS = Moved(lambda values: values[..., 0] if values.ndim == 3 else values)
+"""Kernels of one tap as matrices; a bias as it is."""
+_GRANITE_BLOCKS: Targets = {
+    "ff1.pre_norm": "ffn_norm",
+    "ff1.up_proj": "ffn_up",
+    "ff1.down_proj": "ffn_down",
+    "attn.pre_norm": "ln1",
+    "attn.to_q": "attn_q",
+    "attn.to_kv": (To("attn_k", FIRST_HALF), To("attn_v", SECOND_HALF)),
+    "attn.to_out": "attn_out",
+    "attn.rel_pos_emb": "attn_rel",
+    "conv.norm": "norm_conv",
+    "conv.up_conv": To("conv_pw1", _COLUMNS),
+    "conv.depth_conv.conv": To("conv_dw", CONVOLUTION),
+    "conv.batch_norm": "conv_norm",
+    "conv.down_conv": To("conv_pw2", _COLUMNS),
+    "ff2.pre_norm": "ffn_norm_1",
+    "ff2.up_proj": "ffn_up_1",
+    "ff2.down_proj": "ffn_down_1",
+    "post_norm": "ln2",
+}
+_QUERY_BLOCKS: Targets = {
+    **{
+        f"{module}.{name}": f"{target}_{part}"
+        for module, target in (("attention", "attn"), ("crossattention", "cross"))
+        for name, part in (
+            ("attention.query", "q"),
+            ("attention.key", "k"),
+            ("attention.value", "v"),
+            ("output.dense", "out"),
+            ("output.LayerNorm", "norm"),
+        )
+    },
+    "intermediate_query.dense": "ffn_up",
+    "output_query.dense": "ffn_down",
+    "output_query.LayerNorm": "ffn_norm",
+}
+_GRANITE: Targets = {
+    "encoder.input_linear": "a.input_projection",
+    **block_names("encoder.layers", _GRANITE_BLOCKS, "a.blk.*"),
+    "encoder.out": "a.ctc_out",
+    "encoder.out_mid": "a.ctc_in",
+    "projector.query": To("mm.a.query.weight", Moved(lambda values: values[0])),
+    "projector.qformer.layernorm": "mm.a.query_norm",
+    **block_names("projector.qformer.encoder.layer", _QUERY_BLOCKS, "mm.a.blk.*"),
+    "projector.linear": "mm.a.fc",
+}
 _WHISPER_CLASS = {
     "encoder_attention_heads": 20,
     "num_mel_bins": 128,
@@ -221,6 +301,15 @@ SOUND_TOWERS: dict[str, SoundTowerFamily] = {
         _WHISPER_CLASS | {"num_attention_heads": 20, "hidden_size": 1280, "intermediate_size": 5120},
         _voxtral_fields,
         "num_attention_heads",
+    ),
+    "granite_speech": SoundTowerFamily(
+        "granite_speech",
+        TowerNames(("encoder", "projector"), _GRANITE, r".*\.num_batches_tracked"),
+        {"num_heads": 8, "input_dim": 160, "context_size": 200, "max_pos_emb": 512},
+        _granite_fields,
+        "num_heads",
+        part="encoder_config",
+        frame="input_dim",
     ),
     "gemma4": SoundTowerFamily(
         "gemma4a",

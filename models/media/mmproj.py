@@ -62,6 +62,9 @@ PICTURE_PROJECTORS = {
 }
 """Kinds that run, by `projector_type`."""
 
+FOLDER_SOUND_PROJECTORS = {"granite_speech": Projector("mm.a.fc.weight")}
+"""Kinds of sounds that folders alone have."""
+
 FOLDER_PROJECTORS = {
     # Rows joined, a norm where there is one, and silu(gate) * up between two matrices.
     "gated": Projector("mm.down.weight"),
@@ -185,6 +188,26 @@ class PictureConfig(EncoderSizes):
 
 
 @dataclass(frozen=True)
+class QueryConfig:
+    """Settings of a projector in which queries read windows of rows."""
+
+    num_queries: int
+    """Queries of a window, each of which becomes an embedding."""
+    size: int
+    """Rows of a window."""
+    num_layers: int
+    """Layers of queries."""
+    num_heads: int
+    """Heads of their attention."""
+    norm_epsilon: float
+    """Of their norms."""
+    activation: str
+    """Of their feed-forward layers, named as in `PictureConfig`."""
+    frequency: int
+    """Layers of this step, from the first on, read the windows."""
+
+
+@dataclass(frozen=True)
 class SoundConfig(EncoderSizes):
     """Settings of an mmproj file for sounds."""
 
@@ -197,6 +220,10 @@ class SoundConfig(EncoderSizes):
     """Frames that are convolved by themselves, and whose rows see each other alone; 0: all."""
     attended_pieces: int = 1
     """Pieces whose rows see each other."""
+    block_rows: int = 0
+    """Rows that see each other alone, in blocks from the first on; 0: all."""
+    queries: QueryConfig | None = None
+    """Queries of the projector; None: it has none."""
 
 
 @dataclass(frozen=True)

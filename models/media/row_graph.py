@@ -38,23 +38,41 @@ _ROWS_AT_LEAST = 64
 
 
 class KeyPages:
-    """Memory for the keys and values of one picture or sound; graphs that share it see what the others stored."""
+    """Memory for the keys and values of one picture or sound; graphs that share it see what the others stored.
 
-    def __init__(self, shape: KVLayerShape) -> None:
+    part: positions of a sequence, of which each has pages of its own and one position to spare; 0: all are one.
+    """
+
+    def __init__(self, shape: KVLayerShape, part: int = 0) -> None:
         self.layout = KVLayout("f32", [shape])
+        self.part = part
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.addresses: NDArray[np.int64] = np.empty(0, np.int64)
 
     def reserve(self, num_positions: int) -> None:
         """Make room for so many positions; what was stored is lost where there was less."""
-        count = -(-num_positions // self.layout.page_tokens)
+        count = self._count(num_positions)
         if count > len(self.addresses):
             self._memory = aligned_zeros(count * self.layout.page_bytes)
             self.addresses = address(self._memory) + self.layout.page_bytes * np.arange(count)
 
     def num_bytes(self, num_positions: int) -> int:
         """Bytes for so many positions."""
-        return -(-num_positions // self.layout.page_tokens) * self.layout.page_bytes
+        return self._count(num_positions) * self.layout.page_bytes
+
+    def of_part(self, index: int) -> NDArray[np.int64]:
+        """Addresses of the pages of a sequence."""
+        count = self._pages_of_part
+        return self.addresses[index * count : (index + 1) * count]
+
+    @property
+    def _pages_of_part(self) -> int:
+        return -(-(self.part + 1) // self.layout.page_tokens)
+
+    def _count(self, num_positions: int) -> int:
+        if self.part:
+            return -(-num_positions // self.part) * self._pages_of_part
+        return -(-num_positions // self.layout.page_tokens)
 
     def release(self) -> None:
         """Give up the memory."""
@@ -265,7 +283,8 @@ class RowGraph:
         """Compute all rows of one picture or sound: the outputs, valid until the next run.
 
         inputs: float32[rows, width] of each. num_keys: rows whose keys another graph stored; each row here then sees
-        all of these and no other.
+        all of these and no other. Where pages have parts, rows see those of theirs alone; of parts that another graph
+        stored, each has equally many rows here, in order.
         """
         num_rows = len(inputs[0])
         program = self._sized(num_rows)
@@ -276,7 +295,9 @@ class RowGraph:
             pages = self.pages.addresses
         if not len(pages):
             pages = np.zeros(-(-num_rows // self._layout.page_tokens), np.int64)
-        if num_keys is None:
+        if self.pages is not None and self.pages.part:
+            segments = self._parts(self.pages, num_rows, num_keys)
+        elif num_keys is None:
             starts, ends = (None, None) if seen is None else (seen.starts, seen.ends)
             segments = [Segment(0, num_rows, pages, key_starts=starts, key_ends=ends)]
         else:
@@ -290,6 +311,15 @@ class RowGraph:
             # Between some sixty stretches of it, each can be the last.
             program.run_abortable(batch, self._check, least_rows=0)
         return [program.download(buffer, num_rows) for buffer in self._outputs]
+
+    def _parts(self, pages: KeyPages, num_rows: int, num_keys: int | None) -> list[Segment]:
+        """Rows of the sequences that a part of the pages is for."""
+        part = pages.part
+        if num_keys is None:
+            firsts = range(0, num_rows, part)
+            return [Segment(0, min(part, num_rows - first), pages.of_part(first // part)) for first in firsts]
+        rows_of_part = num_rows // (num_keys // part)
+        return [Segment(part, 1, pages.of_part(row // rows_of_part)) for row in range(num_rows)]
 
     def _run_stages(self, program: CpuProgram, batch: Batch) -> None:
         num_rows = len(batch.token_ids)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from localinfer.errors import RequestError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
-from localinfer.models.media.conformer_encoder import Gemma4SoundEncoder, Lfm2SoundEncoder
+from localinfer.models.media.conformer_encoder import Gemma4SoundEncoder, GraniteSoundEncoder, Lfm2SoundEncoder
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import SoundConfig
 from localinfer.models.media.row_graph import RowGraph, buffer_bytes, graph_writer
@@ -57,6 +57,7 @@ _ENCODERS: dict[str, Callable[[SoundConfig, EncoderWeights, ThreadPool | None], 
     "gemma4a": Gemma4SoundEncoder,
     "gemma4ua": UnifiedSoundEncoder,
     "lfm2a": Lfm2SoundEncoder,
+    "granite_speech": GraniteSoundEncoder,
 }
 """By `projector_type`."""
 

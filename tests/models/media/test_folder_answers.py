@@ -35,11 +35,15 @@ from tests.models.media.conftest import MediaFolders
 from tests.support.checkpoint_files import safetensors_bytes
 
 NAMES = (
-    "aya_vision cohere2_vision gemma3 gemma4 glm4v glm4v_moe glm_ocr idefics3 internvl kimi_k25 lfm2_vl lighton_ocr"
-    " llama4 llava llava_next llava_onevision minicpmv4_6 ministral3 mistral3 ovis2 paddleocr_vl pixtral"
+    "aya_vision cohere2_vision gemma3 gemma4 glm4v glm4v_moe glm_ocr granite_speech idefics3 internvl kimi_k25 lfm2_vl"
+    " lighton_ocr llama4 llava llava_next llava_onevision minicpmv4_6 ministral3 mistral3 ovis2 paddleocr_vl pixtral"
     " qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe qwen3_vl qwen3_vl_moe smolvlm"
     " voxtral"
 ).split()
+
+
+DROPPED_SCALES = {"granite_speech": 2.0}
+"""Divisors of logits that transformers 5.24 drops, and the model that it was made of applies."""
 
 
 class Asked:
@@ -97,13 +101,26 @@ def test_logits_of_prompts_are_the_references(media_folders: MediaFolders, name:
             rows, wanted = reference[f"{label}.logit_rows"], reference[f"{label}.logits"]
             logits = asked.logits(engine, tokenizer, pieces)
             assert len(logits) == reference[f"{label}.input_ids"].shape[1]
-            found = logits[rows][:, ::3].astype(np.float64)
+            found = logits[rows][:, ::3].astype(np.float64) * DROPPED_SCALES.get(name, 1.0)
             # Rows that end lines of Pixtral's pictures are words there.
             error = np.square(found - wanted).sum() / np.square(wanted.astype(np.float64)).sum()
             assert error < 1e-6, (label, error)
         encoder.close()
     engine.close()
     pool.close()
+
+
+def test_words_have_the_same_bits_where_the_factor_is_of_sounds_too(media_folders: MediaFolders) -> None:
+    """Granite multiplies all rows by a factor, which words without sound have from the look-up."""
+    found = []
+    for takes_media in (False, True):
+        model = load_model(
+            media_folders.path("granite_speech"), threads=1, kv_type="f32", takes_media=takes_media, verify=False
+        )
+        engine = Engine(model)
+        found.append(engine.logits([5, 60, 7, 80, 9, 100, 11]).copy())
+        engine.close()
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +133,7 @@ def test_chats_are_those_of_the_template_and_the_processor(media_folders: MediaF
         tokenizer = Tokenizer.from_metadata(file.metadata)
         template = ChatTemplate.from_metadata(file.metadata, tokenizer)
         media = open_folder_media(folder, tokenizer.token_id)
-        encoder: Any = SimpleNamespace(config=media.config)
+        encoder: Any = SimpleNamespace(config=media.config, width=64)
         pool: Any = None
         model = LoadedMedia(
             encoder,
@@ -186,7 +203,7 @@ def test_a_folder_that_sees_is_loaded_with_its_towers(media_folders: MediaFolder
             blind.chat(_asked(picture))
 
 
-@pytest.mark.parametrize("name", ["paligemma", "granite_speech"])
+@pytest.mark.parametrize("name", ["paligemma"])
 def test_a_folder_whose_towers_do_not_run_answers_texts(
     media_folders: MediaFolders, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.cuts import BICUBIC, BILINEAR, resize_as_pillow, resize_as_torch
+from localinfer.models.media.folder_media import folder_kinds
 from localinfer.models.media.folder_pictures import OVIS_MARKS, PICTURE_FAMILIES
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
@@ -352,6 +353,18 @@ def test_what_does_not_run_is_named(model_type: str, settings: dict[str, Any], w
     with pytest.raises((CorruptFileError, UnsupportedFormatError), match=words) as caught:
         read_picture_processor(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "files"), [({}, {}), ({"has_lora_adapter": True}, {}), ({}, {"adapter_config": {"r": 64}})]
+)
+def test_sounds_that_an_adapter_hears_are_refused(settings: dict[str, Any], files: dict[str, Any]) -> None:
+    """Granite Speech's class has one unless config.json says that it has not; a file of one is read all the same."""
+    given = {"has_lora_adapter": False} if files else settings
+    with pytest.raises(UnsupportedFormatError, match=r"adapter \(LoRA\).*its text runs") as caught:
+        folder_kinds(Folder({"model_type": "granite_speech", **given}, **files))
+    assert "\n" not in str(caught.value)
+    assert folder_kinds(Folder({"model_type": "granite_speech", "has_lora_adapter": False})) == (False, True)
 
 
 def test_sounds_that_do_not_run_are_named() -> None:
