@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.media_parts import MediaSource
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
+    from localinfer.generation.decision import Content, DecisionOptions, Decisions, Question
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
     from localinfer.generation.media import MediaModel, MediaReader
@@ -361,7 +363,7 @@ class LLM(Closing):
         Nothing is drawn: the result depends on the model and the arguments only. See `beam_search.search_beams` for
         max_tokens and length_penalty, and what is raised.
         """
-        from localinfer.generation.beam_search import search_beams
+        from localinfer.generation.beam_search import beam_text, search_beams
 
         encoded = self._encode(prompt, parse_special, self.context_length)
         ignore_eos = check_flag("ignore_eos", ignore_eos)
@@ -376,7 +378,7 @@ class LLM(Closing):
             stop_token_ids=stops,
             media=encoded.media,
         )
-        return [BeamCompletion(self._text_after(encoded.token_ids, beam), beam) for beam in beams]
+        return [BeamCompletion(beam_text(tokenizer, encoded.token_ids, beam), beam) for beam in beams]
 
     def session(
         self,
@@ -508,6 +510,21 @@ class LLM(Closing):
         return self._embedder.rerank(
             query, documents, top_n=top_n, normalize=normalize, truncate=truncate, on_encoded=on_encoded
         )
+
+    def decide(
+        self, state: Content, questions: Mapping[str, Question], **options: Unpack[DecisionOptions]
+    ) -> Decisions:
+        """Answer typed questions about a state by probabilities, without generating text; see `generation.decision`."""
+        from localinfer.generation.decision import DecisionModel
+
+        make = partial(DecisionModel, self._engine, self._chats(), self.tokenizer, self._media_reader)
+        return self._once("decisions", make).decide(state, questions, **options)
+
+    async def adecide(
+        self, state: Content, questions: Mapping[str, Question], **options: Unpack[DecisionOptions]
+    ) -> Decisions:
+        """As `decide`, in a thread of its own."""
+        return await asyncio.to_thread(self.decide, state, questions, **options)
 
     def prepare_constraints(self) -> None:
         """Build what the model's constraints and tools need, which the first of them waits for otherwise.
@@ -744,18 +761,6 @@ class LLM(Closing):
 
         # Made anew, so that the two do not hold each other in memory.
         return KVTransfer(self._engine, self._model, self._identity, self._disk, self._checked)
-
-    def _text_after(self, prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
-        """The text of a beam, without an end token."""
-        tokenizer = self._model.tokenizer
-        if tokenizer is None:
-            return ""
-        token_ids = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
-        previous = int(prompt_ids[-1])
-        return tokenizer.decode(
-            (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
-            previous_token_id=previous if 0 <= previous < tokenizer.vocab_size else None,
-        )
 
     def _require_identity(self) -> ModelIdentity:
         self._engine.check_usable()

@@ -7,7 +7,7 @@ twice (Freitag and Al-Onaizan, Beam Search Strategies for Neural Machine Transla
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from localinfer.engine.media import MediaRun, PlacedMedia
 from localinfer.engine.sampling.filters import likeliest, log_total
 from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.types import Beam, FinishReason
+
+if TYPE_CHECKING:
+    from localinfer.models.text.tokenizer import Tokenizer
 
 MAX_BEAMS = 64
 
@@ -77,6 +80,18 @@ def search_beams(
     finally:
         search.close()
     return search.finished
+
+
+def beam_text(tokenizer: "Tokenizer | None", prompt_ids: Sequence[int] | NDArray[np.integer], beam: Beam) -> str:
+    """The text of a beam, without an end token; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    token_ids = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+    previous = int(prompt_ids[-1])
+    return tokenizer.decode(
+        (token_id for token_id in token_ids if token_id < tokenizer.vocab_size),
+        previous_token_id=previous if 0 <= previous < tokenizer.vocab_size else None,
+    )
 
 
 @dataclass

@@ -685,7 +685,7 @@ class ChatModel:
         if self.disk is not None:
             self.disk.wait_until_open()
         max_tokens = None if values.get("context_shift") else self.context_length
-        read, media = self._read(messages, checked.salt)
+        read, media = self.read(messages, checked.salt)
         varying = self.heads.observe(read, salt=checked.salt)
         arranged = self.heads.arrange(read, varying, salt=checked.salt)
         chat, prefill = self._encode(request, arranged, max_tokens, history, checked.salt)
@@ -765,7 +765,7 @@ class ChatModel:
 
         return named_runs(runs, media)
 
-    def _read(self, messages: Messages, salt: bytes) -> "tuple[list[dict[str, Any]], list[ReadMedia]]":
+    def read(self, messages: Messages, salt: bytes) -> "tuple[list[dict[str, Any]], list[ReadMedia]]":
         """Messages of text, and the pictures and sounds of their markers, to be held until they are encoded."""
         read = read_messages(messages)
         check_roles(read, self.template.source, self.template.tool_source)
@@ -776,8 +776,8 @@ class ChatModel:
         return read, self._media.read(sources, salt)
 
     def _arranged(self, messages: Messages, salt: bytes) -> "tuple[Messages, list[ReadMedia]]":
-        """As `_read`, with messages as `stream` would have them rendered, of which nothing is remembered."""
-        read, media = self._read(messages, salt)
+        """As `read`, with messages as `stream` would have them rendered, of which nothing is remembered."""
+        read, media = self.read(messages, salt)
         varying = self.heads.observe(read, learns=False, salt=salt)
         return self.heads.arrange(read, varying, learns=False, salt=salt), media
 

@@ -8,10 +8,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from localinfer.apps.server.api import audio, chat, completions, embeddings, messages, prefill, responses, status, text
+from localinfer.apps.server.api import (
+    audio,
+    chat,
+    completions,
+    decisions,
+    embeddings,
+    messages,
+    prefill,
+    responses,
+    status,
+    text,
+)
 from localinfer.apps.server.api.audio import SpeechRequest
 from localinfer.apps.server.api.chat import ChatRequest
 from localinfer.apps.server.api.completions import CompletionRequest
+from localinfer.apps.server.api.decisions import DecisionRequest, SystemOneRequest
 from localinfer.apps.server.api.embeddings import EmbeddingRequest, LlamaEmbeddingRequest, RerankRequest
 from localinfer.apps.server.api.messages import CountRequest, MessagesRequest
 from localinfer.apps.server.api.responses import ConversationRequest
@@ -72,6 +84,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/rerank": RerankRequest,
+    "/v1/systemone": SystemOneRequest,
+    "/v1/decisions": DecisionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/conversations": ConversationRequest,
@@ -153,6 +167,8 @@ def server_routes(settings: ServerSettings) -> list[Route]:
         route("/completions", completions.completions, "POST", prompt_field="prompt"),
         route("/embeddings", embeddings.embeddings, "POST", prompt_field="input"),
         route("/rerank", embeddings.rerank, "POST", prompt_field="documents"),
+        route("/systemone", decisions.system_one, "POST", prompt_field="state"),
+        route("/decisions", decisions.decisions, "POST", prompt_field="input"),
         # Where Cohere's clients ask.
         route("/v2/rerank", embeddings.rerank, "POST", prompt_field="documents"),
         route("/responses", responses.responses, "POST", prompt_field="input"),

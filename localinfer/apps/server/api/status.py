@@ -10,6 +10,7 @@ import hashlib
 import re
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ async def models(request: Request) -> Response:
     """All models, loaded or not; loads none."""
     registry = service_of(request).registry
     await registry.measure_all(_READ_SECONDS)
-    return json_response({"object": "list", "data": [_card(model) for model in registry.models()]})
+    found = registry.models()
+    deciding = [_decision_model(model) for model in found if "completion" in model.capabilities]
+    return json_response({"object": "list", "data": [_card(model) for model in found], "models": deciding})
 
 
 async def model(request: Request) -> Response:
@@ -41,6 +44,13 @@ async def model(request: Request) -> Response:
     found = registry.find(request.path_params["model"])
     await registry.measure_all(_READ_SECONDS, found)
     return json_response(_card(found))
+
+
+def _decision_model(model: ServedModel) -> dict[str, Any]:
+    """A model that answers questions, as the System One API lists it."""
+    day = datetime.fromtimestamp(model.source.created, UTC).date().isoformat()
+    kinds = " and ".join(("text", *(kind for kind in ("vision", "audio") if kind in model.capabilities)))
+    return {"name": model.source.id, "description": f"answers decisions about {kinds}", "release_date": day}
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

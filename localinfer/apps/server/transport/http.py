@@ -163,6 +163,9 @@ OLLAMA = "/api/"
 _OLLAMA_STATUSES = {"queue_full": 503, "ttft_objective": 503}
 """Code of an error -> its status there, where that is another: its clients know a full queue by 503."""
 
+SYSTEM_ONE = "/systemone"
+"""The path of the System One API, whose errors are in `detail`: a list of what a body has wrong, at status 422."""
+
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n"
 """A comment line, without the blank one that would make several clients see an event."""
@@ -231,6 +234,11 @@ class ApiError(Exception):
         if path.startswith(OLLAMA):
             return {"error": self.message}
         kind = _TYPES.get(self.status, "server_error")
+        if path == SYSTEM_ONE:
+            if self.status != 400:
+                return {"detail": {"error_type": kind, "message": self.message}}
+            place = [] if self.param is None else self.param.split(".")
+            return {"detail": [{"loc": ["body", *place], "msg": self.message, "type": self.code or "value_error"}]}
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.facts}
         if not path.startswith(ANTHROPIC):
             return {"error": error}
@@ -239,6 +247,7 @@ class ApiError(Exception):
     def response(self, path: str = "") -> Response:
         """The error as a response. path: as in `body`."""
         status = _OLLAMA_STATUSES.get(self.code or "", self.status) if path.startswith(OLLAMA) else self.status
+        status = 422 if path == SYSTEM_ONE and status == 400 else status
         return json_response(self.body(path), status, self.headers)
 
 

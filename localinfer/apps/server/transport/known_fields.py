@@ -440,6 +440,18 @@ RERANK = KnownFields(
         input: send query and documents
     """),
 )
+DECISIONS = KnownFields(
+    _ignore(f"""
+        user safety_identifier metadata: {_ACCOUNT}
+        prompt_cache_key prompt_cache_options: {_CACHE}
+        priority: {_QUEUE}
+        request_id: {_NAMES}
+    """),
+    _refuse("""
+        messages: send input to /v1/decisions, or state to /v1/systemone
+        documents query: ask /v1/rerank
+    """),
+)
 TEXTS = KnownFields(
     {},
     _refuse("""

@@ -1,0 +1,261 @@
+"""`/v1/systemone` and `/v1/decisions`: typed questions about a state or a conversation, answered by probabilities.
+
+The first has the shape of TypeSafe's System One API: questions by name, whose kinds are noul (yes or no), choice and
+score; what is more than that begins with `x_`. The second has the shape of OpenAI's Decisions API: a list of questions,
+whose kinds are predicate, choice and score. Any model that generates answers both.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localinfer.apps.server.api.responses_items import InputItem, item_messages
+from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.clients import salt_options
+from localinfer.apps.server.replies.message_fields import template_messages
+from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
+from localinfer.apps.server.transport.bodies import unless_gone
+from localinfer.apps.server.transport.http import ApiError, json_response
+from localinfer.apps.server.transport.known_fields import DECISIONS
+from localinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from localinfer.generation.decision import Answer, Decisions, Question
+
+_ALIASES = ("jev-latest", "jev-preview")
+"""Models that clients of the System One API ask for by themselves; the one that is served by default answers."""
+_MOST_QUESTIONS = 400
+
+
+class SystemOneRequest(msgspec.Struct):
+    """A state, and questions about it by name.
+
+    orders: as of `llm.decide`; this server's own.
+    """
+
+    known_fields: ClassVar = DECISIONS
+
+    state: str | dict[str, Any] | list[Any]
+    questions: dict[str, dict[str, Any]]
+    model: str | None = None
+    assets: dict[str, Any] | None = None
+    orders: int = 1
+    cache_salt: str | None = None
+
+
+class DecisionRequest(msgspec.Struct):
+    """An input, and questions about it in order."""
+
+    known_fields: ClassVar = DECISIONS
+
+    input: str | list[InputItem]
+    questions: list[dict[str, Any]]
+    model: str | None = None
+    orders: int = 1
+    cache_salt: str | None = None
+
+
+async def system_one(request: Request) -> Response:
+    """Answers by the names of their questions."""
+    from localinfer.generation.decision import read_question
+
+    body = await read_body(request, SystemOneRequest)
+    if body.assets:
+        raise ApiError(
+            400, "assets are not read here; ask /v1/decisions, whose input may have pictures", param="assets"
+        )
+    _check_count(body.questions)
+    questions: dict[str, Question] = {}
+    for name, question in body.questions.items():
+        if not name:
+            raise ApiError(400, "a question has an empty name; give it one", param="questions")
+        try:
+            questions[name] = read_question(question)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=f"questions.{name}.{error.field or ''}".rstrip(".")) from None
+    model = None if body.model in _ALIASES else body.model
+    model_id, found = await _decide(request, model, body.state, questions, orders=body.orders)
+    answers = {name: _system_one_answer(questions[name], answer) for name, answer in found.answers.items()}
+    usage = {
+        "input_tokens": found.prompt_tokens,
+        "output_tokens": 0,
+        "x_state_tokens": found.state_tokens,
+        "x_cached_tokens": found.cached_tokens,
+        "x_computed_tokens": found.computed_tokens,
+    }
+    return json_response({"model": model_id, "answers": answers, "usage": usage})
+
+
+async def decisions(request: Request) -> Response:
+    """Answers in the order of the questions."""
+    body = await read_body(request, DecisionRequest)
+    _check_count(body.questions)
+    asked = [_asked(question, f"questions[{index}]") for index, question in enumerate(body.questions)]
+    questions = {str(index): question for index, (question, _) in enumerate(asked)}
+    if isinstance(body.input, str):
+        work = partial(_decide, request, body.model, body.input)
+    else:
+        messages = template_messages(item_messages([_as_text(item) for item in body.input], "input[{}]".format))
+        if not messages:
+            raise ApiError(400, "there is no message to decide about; send some input", param="input")
+        work = partial(_decide, request, body.model, None, messages=messages)
+    model_id, found = await work(questions=questions, orders=body.orders)
+    answers = [
+        _openai_answer(given, values, answer)
+        for given, (_, values), answer in zip(body.questions, asked, found.answers.values(), strict=True)
+    ]
+    usage = {
+        "input_tokens": found.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": found.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": found.prompt_tokens,
+    }
+    return json_response({"object": "decision", "model": model_id, "answers": answers, "usage": usage})
+
+
+def _check_count(questions: Mapping[str, Any] | Sequence[Any]) -> None:
+    if not 1 <= len(questions) <= _MOST_QUESTIONS:
+        raise ApiError(400, f"there are {len(questions)} questions; send 1 to {_MOST_QUESTIONS}", param="questions")
+
+
+async def _decide(
+    request: Request, model: str | None, state: Any, questions: "Mapping[str, Question]", **options: Any
+) -> "tuple[str, Decisions]":
+    """The name of the model that answered, and its answers."""
+    began = time.perf_counter()
+    with await service_of(request).lease(request, model) as lease:
+        reserve = partial(reserve_prompts, request)
+        ask = partial(lease.llm.decide, state, questions, on_encoded=reserve, **options, **salt_options(request))
+        found = await unless_gone(request.receive, asyncio.to_thread(ask))
+    record_of(request.scope).input_tokens = found.prompt_tokens
+    service_of(request).totals.count_prompts(found.computed_tokens, time.perf_counter() - began)
+    return lease.model_id, found
+
+
+def _system_one_answer(question: "Question", answer: "Answer") -> dict[str, Any]:
+    from localinfer.generation.decision import ChoiceAnswer, Score, YesNoAnswer
+
+    if isinstance(answer, YesNoAnswer):
+        return {"type": "noul", "noul": answer.probability, "x_label_mass": answer.label_mass}
+    measured = {"confidence": answer.confidence, "x_label_mass": answer.label_mass}
+    if isinstance(answer, ChoiceAnswer):
+        return {"type": "choice", "choice": answer.choice, "probabilities": dict(answer.probabilities), **measured}
+    assert isinstance(question, Score), "an answer is of its question's kind"
+    return {
+        "type": "score",
+        "score": answer.score,
+        "legend": {str(index): level for index, level in enumerate(question.levels)},
+        "probabilities": {str(index): one for index, one in enumerate(answer.probabilities)},
+        **measured,
+    }
+
+
+def _openai_answer(given: Mapping[str, Any], values: Sequence[Any], answer: "Answer") -> dict[str, Any]:
+    """An answer in OpenAI's shape. given: its question. values: its choices or the labels of its levels."""
+    from localinfer.generation.decision import ChoiceAnswer, YesNoAnswer
+
+    name = given.get("name")
+    if isinstance(answer, YesNoAnswer):
+        return {"type": "predicate", "name": name, "probability": answer.probability}
+    if isinstance(answer, ChoiceAnswer):
+        found = list(answer.probabilities.values())
+        told = [{"value": value, "probability": one} for value, one in zip(values, found, strict=True)]
+        best = values[found.index(max(found))]
+        return {
+            "type": "choice",
+            "name": name,
+            "choice": best,
+            "confidence": answer.confidence,
+            "probabilities": told,
+        }
+    return {
+        "type": "score",
+        "name": name,
+        "score": answer.score,
+        "confidence": answer.confidence,
+        "probabilities": [
+            {"value": index, "label": label, "probability": one}
+            for index, (label, one) in enumerate(zip(values, answer.probabilities, strict=True))
+        ],
+    }
+
+
+def _asked(question: Mapping[str, Any], path: str) -> "tuple[Question, list[Any]]":
+    """A question in OpenAI's shape, and the values that its answer names. Raises: ApiError."""
+    from localinfer.generation.decision import Choice, Score, YesNo, checked_question
+
+    kind, name = question.get("type"), question.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ApiError(400, f"{path}.name is {name!r:.80}; give a text, or leave it out", param=f"{path}.name")
+    instructions = _instructions(question.get("instructions"), f"{path}.instructions")
+    made: Question
+    values: list[Any] = []
+    match kind:
+        case "predicate":
+            made = YesNo(instructions=instructions)
+        case "choice":
+            values, described = _entries(question.get("choices"), "value", (str, bool), f"{path}.choices")
+            # A boolean and the text of its name are two choices, which are written in one way each.
+            names = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            if len(set(names)) < len(names):
+                names = [json.dumps(value) for value in values]
+            if len(set(names)) < len(names):
+                raise ApiError(400, f"{path}.choices has a value twice; give each once", param=f"{path}.choices")
+            made = Choice(options=dict(zip(names, described, strict=True)), instructions=instructions)
+        case "score":
+            values, described = _entries(question.get("levels"), "label", (str,), f"{path}.levels")
+            levels = [label if one is None else f"{label}: {one}" for label, one in zip(values, described, strict=True)]
+            made = Score(levels=levels, instructions=instructions)
+        case _:
+            raise ApiError(400, f"{path}.type is {kind!r:.80}; give predicate, choice or score", param=f"{path}.type")
+    try:
+        return checked_question(made), values
+    except RequestError as error:
+        raise ApiError(400, f"{path}: {error}", param=path) from None
+
+
+def _entries(entries: Any, member: str, kinds: tuple[type, ...], path: str) -> tuple[list[Any], list[str | None]]:
+    """The values of choices or levels, and their descriptions."""
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise ApiError(400, f"{path} is no list of objects; give each with its {member}", param=path)
+    for index, one in enumerate(entries):
+        if not isinstance(one.get(member), kinds) or one[member] == "":
+            raise ApiError(400, f"{path}[{index}] has no {member}; give one", param=f"{path}[{index}].{member}")
+        if not isinstance(one.get("description"), str | None):
+            raise ApiError(400, f"{path}[{index}].description is no text", param=f"{path}[{index}].description")
+    return [one[member] for one in entries], [one.get("description") for one in entries]
+
+
+def _instructions(value: Any, path: str) -> str:
+    """The text of a question. Raises: ApiError for what is none."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
+        raise ApiError(400, f"{path} is no text; give the question, or its parts", param=path)
+    return "\n".join(_json_text(part, f"{path}[{index}]")["text"] for index, part in enumerate(value))
+
+
+def _as_text(item: InputItem) -> InputItem:
+    """An item whose parts of JSON are text."""
+    if not isinstance(item.content, list):
+        return item
+    parts = [_json_text(part, "input") if part.get("type") == "input_json" else part for part in item.content]
+    return msgspec.structs.replace(item, content=parts)
+
+
+def _json_text(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A part of text, or of JSON as text. Raises: ApiError for another kind."""
+    match part:
+        case {"type": "input_json", "data": dict() | list() as data}:
+            return {"type": "input_text", "text": json.dumps(data, ensure_ascii=False)}
+        case {"type": "input_text", "text": str() as text}:
+            return {"type": "input_text", "text": text}
+    raise ApiError(400, f"{path} is of type {part.get('type')!r:.80}; give input_text or input_json", param=path)
