@@ -99,12 +99,12 @@ async def decisions(request: Request) -> Response:
     _check_count(body.questions)
     asked = [_asked(question, f"questions[{index}]") for index, question in enumerate(body.questions)]
     questions = {str(index): question for index, (question, _) in enumerate(asked)}
+    if not body.input:
+        raise ApiError(400, "input is empty; send a text or messages to decide about", param="input")
     if isinstance(body.input, str):
         work = partial(_decide, request, body.model, body.input)
     else:
-        messages = template_messages(item_messages([_as_text(item) for item in body.input], "input[{}]".format))
-        if not messages:
-            raise ApiError(400, "there is no message to decide about; send some input", param="input")
+        messages = template_messages(item_messages(map(_as_text, body.input), "input[{}]".format))
         work = partial(_decide, request, body.model, None, messages=messages)
     model_id, found = await work(questions=questions, orders=body.orders)
     answers = [
