@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StructuralTag,
         ToolChoice,
     )
+    from localinfer.generation.questions import Choice, Decisions, Score, YesNo
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
@@ -55,8 +56,10 @@ __all__ = [
     "BeamCompletion",
     "CallOutcome",
     "ChatOptions",
+    "Choice",
     "Completion",
     "Constraint",
+    "Decisions",
     "EngineLimits",
     "GenerationOptions",
     "Grammar",
@@ -73,6 +76,7 @@ __all__ = [
     "ReplyOptions",
     "RequestedCall",
     "RopeOptions",
+    "Score",
     "Session",
     "SessionOptions",
     "SnapshotStats",
@@ -87,6 +91,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolChoice",
     "WarmUp",
+    "YesNo",
     "aload",
     "availability",
     "block_hashes",
@@ -105,8 +110,10 @@ _MODULE_OF = {
     "BeamCompletion": "localinfer.llm",
     "CallOutcome": "localinfer.generation.session.python_tools",
     "ChatOptions": "localinfer.generation.options",
+    "Choice": "localinfer.generation.questions",
     "Completion": "localinfer.generation.stream",
     "Constraint": "localinfer.generation.options",
+    "Decisions": "localinfer.generation.questions",
     "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",
     "Grammar": "localinfer.generation.options",
@@ -123,6 +130,7 @@ _MODULE_OF = {
     "ReplyOptions": "localinfer.generation.options",
     "RequestedCall": "localinfer.generation.session.python_tools",
     "RopeOptions": "localinfer.models.decoder.rope_options",
+    "Score": "localinfer.generation.questions",
     "Session": "localinfer.generation.session.session",
     "SessionOptions": "localinfer.generation.session.prompts",
     "SnapshotStats": "localinfer.engine.cache.stats",
@@ -137,6 +145,7 @@ _MODULE_OF = {
     "ToolCallDelta": "localinfer.generation.stream",
     "ToolChoice": "localinfer.generation.options",
     "WarmUp": "localinfer.loading.warm_up",
+    "YesNo": "localinfer.generation.questions",
     "aload": "localinfer.loading.load",
     "availability": "localinfer.loading.availability",
     "block_hashes": "localinfer.engine.cache.block_hashes",

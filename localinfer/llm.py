@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.media_parts import MediaSource
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
-    from localinfer.generation.decision import Content, DecisionOptions, Decisions, Question
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
     from localinfer.generation.media import MediaModel, MediaReader
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
+    from localinfer.generation.questions import Content, DecisionOptions, Decisions, Question
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session

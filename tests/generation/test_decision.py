@@ -12,7 +12,7 @@ import pytest
 import localinfer
 from localinfer.engine.sampling.filters import log_total
 from localinfer.errors import ContextLengthError, MessageError, RequestError
-from localinfer.generation.decision import (
+from localinfer.generation.questions import (
     MOST_LEVELS,
     MOST_OPTIONS,
     Choice,

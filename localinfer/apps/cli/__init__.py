@@ -12,6 +12,7 @@ from localinfer.apps.cli.bench import bench_command
 from localinfer.apps.cli.cache import cache_command
 from localinfer.apps.cli.chat import chat_command
 from localinfer.apps.cli.completion import VARIABLE, complete, completion_command
+from localinfer.apps.cli.decide import decide_command
 from localinfer.apps.cli.doctor import doctor_command
 from localinfer.apps.cli.embed import embed_command, rerank_command
 from localinfer.apps.cli.help import ALL_HELP, GroupedCommand, first_sentence
@@ -218,6 +219,7 @@ for one in (
     bench_command,
     cache_command,
     completion_command,
+    decide_command,
     doctor_command,
     embed_command,
     rerank_command,
@@ -233,7 +235,7 @@ for one in (
     warmup_command,
 ):
     localinfer_command.add_command(one)
-for one in (embed_command, rerank_command, quantize_command, compare_command, perplexity_command):
+for one in (decide_command, embed_command, rerank_command, quantize_command, compare_command, perplexity_command):
     # Their models are arguments, and their contexts are not those of a chat.
     takes_config("threads")(one)
 

@@ -77,7 +77,7 @@ def embed_command(
     if is_array and pooling == "none":
         raise RequestError("--pooling none gives as many vectors as a text has tokens, which are no array; write JSON")
     with (
-        _loaded(model, device, context_length, threads) as (llm, progress),
+        model_for_texts(model, device, context_length, threads) as (llm, progress),
         _written(output, is_array=is_array) as write,
     ):
         report = with_time_left(progress)
@@ -117,7 +117,7 @@ def rerank_command(
     """
     check_text(query, "QUERY")
     wanted = _texts(documents, files, "DOCUMENT")
-    with _loaded(model, device, context_length, threads) as (llm, progress):
+    with model_for_texts(model, device, context_length, threads) as (llm, progress):
         report = with_time_left(progress)
         ranked = []
         for start in range(0, len(wanted), TEXTS_AT_ONCE):
@@ -167,7 +167,7 @@ def _named(index: int, count: int, llm: "LLM", text: str, *, truncate: bool) -> 
 
 
 @contextmanager
-def _loaded(
+def model_for_texts(
     model: str, device: str, context_length: int | None, threads: int | None
 ) -> "Iterator[tuple[LLM, Progress]]":
     """The model with nothing but what texts need, and the progress line."""

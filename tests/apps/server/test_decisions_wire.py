@@ -11,7 +11,7 @@ import localinfer
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.http import SYSTEM_ONE, ApiError
 from localinfer.apps.server.transport.settings import ServerSettings
-from localinfer.generation.decision import Choice, ChoiceAnswer, Score, ScoreAnswer, YesNo, YesNoAnswer
+from localinfer.generation.questions import Choice, ChoiceAnswer, Score, ScoreAnswer, YesNo, YesNoAnswer
 from localinfer.llm import LLM
 from tests.support.limits import seconds
 

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -25,9 +25,18 @@ from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import ApiError, json_response
 from localinfer.apps.server.transport.known_fields import DECISIONS
 from localinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    from localinfer.generation.decision import Answer, Decisions, Question
+from localinfer.generation.questions import (
+    Answer,
+    Choice,
+    ChoiceAnswer,
+    Decisions,
+    Question,
+    Score,
+    YesNo,
+    YesNoAnswer,
+    checked_question,
+    read_question,
+)
 
 _ALIASES = ("jev-latest", "jev-preview")
 """Models that clients of the System One API ask for by themselves; the one that is served by default answers."""
@@ -64,8 +73,6 @@ class DecisionRequest(msgspec.Struct):
 
 async def system_one(request: Request) -> Response:
     """Answers by the names of their questions."""
-    from localinfer.generation.decision import read_question
-
     body = await read_body(request, SystemOneRequest)
     if body.assets:
         raise ApiError(
@@ -127,8 +134,8 @@ def _check_count(questions: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 async def _decide(
-    request: Request, model: str | None, state: Any, questions: "Mapping[str, Question]", **options: Any
-) -> "tuple[str, Decisions]":
+    request: Request, model: str | None, state: Any, questions: Mapping[str, Question], **options: Any
+) -> tuple[str, Decisions]:
     """The name of the model that answered, and its answers."""
     began = time.perf_counter()
     with await service_of(request).lease(request, model) as lease:
@@ -140,9 +147,7 @@ async def _decide(
     return lease.model_id, found
 
 
-def _system_one_answer(question: "Question", answer: "Answer") -> dict[str, Any]:
-    from localinfer.generation.decision import ChoiceAnswer, Score, YesNoAnswer
-
+def _system_one_answer(question: Question, answer: Answer) -> dict[str, Any]:
     if isinstance(answer, YesNoAnswer):
         return {"type": "noul", "noul": answer.probability, "x_label_mass": answer.label_mass}
     measured = {"confidence": answer.confidence, "x_label_mass": answer.label_mass}
@@ -158,10 +163,8 @@ def _system_one_answer(question: "Question", answer: "Answer") -> dict[str, Any]
     }
 
 
-def _openai_answer(given: Mapping[str, Any], values: Sequence[Any], answer: "Answer") -> dict[str, Any]:
+def _openai_answer(given: Mapping[str, Any], values: Sequence[Any], answer: Answer) -> dict[str, Any]:
     """An answer in OpenAI's shape. given: its question. values: its choices or the labels of its levels."""
-    from localinfer.generation.decision import ChoiceAnswer, YesNoAnswer
-
     name = given.get("name")
     if isinstance(answer, YesNoAnswer):
         return {"type": "predicate", "name": name, "probability": answer.probability}
@@ -188,10 +191,8 @@ def _openai_answer(given: Mapping[str, Any], values: Sequence[Any], answer: "Ans
     }
 
 
-def _asked(question: Mapping[str, Any], path: str) -> "tuple[Question, list[Any]]":
+def _asked(question: Mapping[str, Any], path: str) -> tuple[Question, list[Any]]:
     """A question in OpenAI's shape, and the values that its answer names. Raises: ApiError."""
-    from localinfer.generation.decision import Choice, Score, YesNo, checked_question
-
     kind, name = question.get("type"), question.get("name")
     if name is not None and not isinstance(name, str):
         raise ApiError(400, f"{path}.name is {name!r:.80}; give a text, or leave it out", param=f"{path}.name")
