@@ -25,7 +25,16 @@ if TYPE_CHECKING:
         StructuralTag,
         ToolChoice,
     )
-    from localinfer.generation.questions import Choice, Decisions, Score, YesNo
+    from localinfer.generation.questions import (
+        Choice,
+        ChoiceAnswer,
+        DecisionOptions,
+        Decisions,
+        Score,
+        ScoreAnswer,
+        YesNo,
+        YesNoAnswer,
+    )
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
@@ -57,8 +66,10 @@ __all__ = [
     "CallOutcome",
     "ChatOptions",
     "Choice",
+    "ChoiceAnswer",
     "Completion",
     "Constraint",
+    "DecisionOptions",
     "Decisions",
     "EngineLimits",
     "GenerationOptions",
@@ -77,6 +88,7 @@ __all__ = [
     "RequestedCall",
     "RopeOptions",
     "Score",
+    "ScoreAnswer",
     "Session",
     "SessionOptions",
     "SnapshotStats",
@@ -92,6 +104,7 @@ __all__ = [
     "ToolChoice",
     "WarmUp",
     "YesNo",
+    "YesNoAnswer",
     "aload",
     "availability",
     "block_hashes",
@@ -111,8 +124,10 @@ _MODULE_OF = {
     "CallOutcome": "localinfer.generation.session.python_tools",
     "ChatOptions": "localinfer.generation.options",
     "Choice": "localinfer.generation.questions",
+    "ChoiceAnswer": "localinfer.generation.questions",
     "Completion": "localinfer.generation.stream",
     "Constraint": "localinfer.generation.options",
+    "DecisionOptions": "localinfer.generation.questions",
     "Decisions": "localinfer.generation.questions",
     "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",
@@ -131,6 +146,7 @@ _MODULE_OF = {
     "RequestedCall": "localinfer.generation.session.python_tools",
     "RopeOptions": "localinfer.models.decoder.rope_options",
     "Score": "localinfer.generation.questions",
+    "ScoreAnswer": "localinfer.generation.questions",
     "Session": "localinfer.generation.session.session",
     "SessionOptions": "localinfer.generation.session.prompts",
     "SnapshotStats": "localinfer.engine.cache.stats",
@@ -146,6 +162,7 @@ _MODULE_OF = {
     "ToolChoice": "localinfer.generation.options",
     "WarmUp": "localinfer.loading.warm_up",
     "YesNo": "localinfer.generation.questions",
+    "YesNoAnswer": "localinfer.generation.questions",
     "aload": "localinfer.loading.load",
     "availability": "localinfer.loading.availability",
     "block_hashes": "localinfer.engine.cache.block_hashes",

@@ -80,8 +80,12 @@ class DecisionModel:
             raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
         if not isinstance(questions, Mapping) or not questions:
             raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
+        if on_encoded is not None and not callable(on_encoded):
+            raise RequestError(f"on_encoded is {shown(on_encoded)}; give a function, or None", field="on_encoded")
         salt = salt_of(cache_salt)
         asked = [{"role": "user", "content": written(state)}] if messages is None else messages
+        # They are refused as they are, before a question is added to them.
+        self._chats.read(asked)
         request = self._chats.formats.request({"thinking": False}, salt)
         forms = [form for question in questions.values() for form in _forms(checked_question(question), orders)]
         chats = [self._encode(request, asked, form.text) for form in forms]
@@ -201,7 +205,7 @@ def _with_question(messages: Messages, question: str) -> Messages:
 
 
 def _shared(first: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many leading ids two prompts share."""
+    """Number of leading ids that two prompts share."""
     most = min(first.size, other.size)
     differs = np.flatnonzero(first[:most] != other[:most])
     return int(differs[0]) if differs.size else most

@@ -19,7 +19,7 @@ from localinfer.generation.questions import Answer, Choice, Question, YesNo, ans
 METHODS = ("temperature", "isotonic")
 LEAST_EXAMPLES = 4
 """Of each question, so that either half has two."""
-_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE, _STEPS = 1 / 32, 32.0, 80
+_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE, _STEPS = 1 / 32, 32.0, 40
 _LEAST_PROBABILITY = 1e-12
 
 
@@ -206,7 +206,7 @@ def isotonic(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is lowest, by golden section."""
+    """The argument at which a function with one valley is lowest, by golden section."""
     ratio = (math.sqrt(5) - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = function(left), function(right)

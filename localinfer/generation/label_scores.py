@@ -124,7 +124,7 @@ class _Scoring:
         return stem, length
 
     def _last_part(self, stem: SequenceCache, size: int) -> int:
-        """Where the last batch of a prompt that comes alone begins."""
+        """Length at which the last batch of a prompt that comes alone begins."""
         room = self.engine.program.max_batch_rows
         return max(stem.length, size - room)
 
@@ -231,7 +231,7 @@ def _filled(nodes: Sequence[_Node], width: int, room: int) -> Iterator[list[_Nod
 
 
 def _shared_length(texts: Iterable[TokenIds]) -> int:
-    """How many leading ids texts share, at most all but the last of each."""
+    """Number of leading ids that texts share, at most all but the last of each."""
     first, *others = texts
     length = first.size - 1
     for other in others:

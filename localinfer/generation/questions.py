@@ -189,13 +189,15 @@ def written(content: Content) -> str:
     if isinstance(content, str):
         return content
     try:
+        if not isinstance(content, Mapping | Sequence):
+            raise TypeError
         return json.dumps(content, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):
         raise RequestError(f"{shown(content)} is neither text nor what JSON holds; give one of them") from None
 
 
 def num_answers(question: Question) -> int:
-    """How many answers a question has."""
+    """Number of answers that a question has."""
     match question:
         case YesNo():
             return 2

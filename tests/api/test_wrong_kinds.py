@@ -16,6 +16,7 @@ from localinfer.engine.admission import EngineLimits
 from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.errors import LocalinferError
 from localinfer.generation.options import ChatOptions, GenerationOptions, Grammar, JsonSchema, Regex, ReplyOptions
+from localinfer.generation.questions import DecisionOptions
 from localinfer.llm import LLM
 from tests.models.talking_models import build_talking_model
 from tests.support.limits import seconds
@@ -63,6 +64,7 @@ WRONG: dict[str, Any] = {
 }
 IDS = [1, 2, 3]
 MESSAGES = [{"role": "user", "content": "Hello"}]
+ABOUT: dict[str, Any] = {"state": "Tom ran.", "questions": {"ran": localinfer.YesNo(instructions="Did he?")}}
 SHORT: dict[str, Any] = {"max_tokens": 2, "seed": 1}
 
 
@@ -90,6 +92,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "embed": lambda llm, **given: llm.embed(**{"prompt": IDS, **given}),
     "embed_many": lambda llm, **given: llm.embed_many(**{"prompts": [IDS, "a"], **given}),
     "embedding_ids": lambda llm, **given: llm.embedding_ids(**{"prompts": [IDS, "a"], **given}),
+    "decide": lambda llm, **given: llm.decide(**{**ABOUT, **({"state": None} if "messages" in given else {}), **given}),
+    "adecide": lambda llm, **given: asyncio.run(llm.adecide(**{**ABOUT, **given})),
     "logits": lambda llm, **given: llm.logits(**{"token_ids": IDS, **given}),
     "forget": lambda llm, **given: llm.forget(**{"token_ids": IDS, **given}),
     "prefill": lambda llm, **given: llm.prefill(**{"prompt": IDS, **given}),
@@ -119,6 +123,8 @@ OPTIONS = {
     "embed": {"prompt", "pooling", "normalize", "dimensions", "truncate"},
     "embed_many": {"prompts", "pooling", "normalize", "dimensions", "truncate"},
     "embedding_ids": {"prompts", "truncate"},
+    "decide": {"state", "questions", *DecisionOptions.__annotations__} - {"on_encoded"},
+    "adecide": {"state", "questions"},
     "logits": {"token_ids"},
     "forget": {"token_ids", "cache_salt"},
     "prefill": {"prompt", "parse_special", "cache_salt"},
@@ -145,6 +151,8 @@ ALSO_NAMED = {
     "thinking_budget": ("thinking",),
     "model": ("model", "does not exist", "cannot be opened", "holds no"),
     "draft": ("draft", "does not exist", "cannot be opened", "holds no"),
+    "state": ("state", "JSON", "text", "context"),
+    "questions": ("question",),
     "path": ("path", "conversation", "session", "x"),
 }
 

@@ -49,7 +49,7 @@ def nearest_rising(pairs: list[tuple[float, float]]) -> list[float]:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_a_temperature_is_found_again(temperature: float) -> None:
-    examples = sampled(temperature, 4000, 3)
+    examples = sampled(temperature, 1500, 3)
     assert fit(examples, "temperature").temperature == pytest.approx(temperature, rel=0.1)
 
 
@@ -68,7 +68,7 @@ def test_isotonic_is_the_nearest_rising_map(seed: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_overconfident_answers_are_mended(method: str) -> None:
-    examples = sampled(4.0, 2000, 5)
+    examples = sampled(4.0, 800, 5)
     before, after = measure(examples), cross_measure(examples, method)
     assert after.error < before.error / 3 and after.log_loss < before.log_loss
     assert sum(tenth.count for tenth in after.tenths) == len(examples)

@@ -29,7 +29,7 @@ from tests.support.seeing_model import picture_file, seeing_demo
 
 ADDRESS = "http://127.0.0.1:8080"
 RUN = {"cache", "chat", "compare", "completion", "embed", "list", "perplexity", "quantize", "rerank", "run", "sessions"}
-RUN |= {"show", "tokenize", "warmup"}
+RUN |= {"decide", "show", "tokenize", "warmup"}
 """Commands that end by themselves, and need no network and nothing of this machine's user."""
 NEEDS_MORE = {"--context-length", "--device", "--gpu-layers", "--kv-window", "-folder", "LOCALINFER_ISA"}
 """Of lines that are for larger models, GPUs or folders of the hub; `test_documents.py` parses them."""
@@ -51,6 +51,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my-text.txt").write_text("Once upon a time there was a little dog. " * 60, encoding="utf-8")
     (folder / "texts.txt").write_text("a cat\na dog\n", encoding="utf-8")
     (folder / "notes.txt").write_text("Buy milk.\n", encoding="utf-8")
+    asked = {
+        "refund": {"type": "noul", "instructions": "So?"},
+        "team": {"type": "choice", "criteria": {"A": None, "B": None}},
+    }
+    (folder / "questions.json").write_text(json.dumps(asked), encoding="utf-8")
+    labelled = {"state": "I was charged twice.", "expected": {"refund": True, "team": "A"}}
+    (folder / "labelled.jsonl").write_text(f"{json.dumps(labelled)}\n" * 4, encoding="utf-8")
+    (folder / "states.jsonl").write_text('{"text": "Hello"}\n', encoding="utf-8")
+    (folder / "calibration.json").write_text('{"refund": {"temperature": 2, "points": []}}', encoding="utf-8")
     (folder / "schema.json").write_text('{"type": "integer", "maximum": 9, "minimum": 1}', encoding="utf-8")
     (folder / "template.jinja").write_text("{{ messages[-1].content }}", encoding="utf-8")
     return folder
@@ -142,4 +151,5 @@ def test_requests_of_curl_are_answered(served: ServedModel) -> None:
             timeout=seconds(15),
             trust_env=False,
         )
-        assert reply.status_code == 200 and json.loads(reply.text)["choices"], reply.text
+        found = json.loads(reply.text)
+        assert reply.status_code == 200 and (found.get("choices") or found["answers"]), reply.text

@@ -204,7 +204,7 @@ def _examples(
     orders: int,
     progress: Progress,
 ) -> "dict[str, list[Example]]":
-    """What the model says to labelled states, by question."""
+    """The model's probabilities for labelled states, by question."""
     from localinfer.generation.decision_calibration import Example
     from localinfer.generation.questions import probabilities_of
 

@@ -35,7 +35,7 @@ from localinfer.apps.server.llama_server.completion import InfillRequest, LlamaC
 from localinfer.apps.server.ollama import models as ollama_models, replies as ollama_replies
 from localinfer.apps.server.replies.service import route
 from localinfer.apps.server.transport.bodies import FORM, FORM_ROUTES
-from localinfer.apps.server.transport.http import OLLAMA, json_response
+from localinfer.apps.server.transport.http import OLLAMA, SYSTEM_ONE, json_response
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.kernels.versions import installed_version
 
@@ -122,7 +122,29 @@ _ERROR = {
         }
     },
 }
+_DETAIL = {
+    "type": "object",
+    "required": ["loc", "msg", "type"],
+    "properties": {"loc": {"type": "array"}, "msg": {"type": "string"}, "type": {"type": "string"}},
+}
+_SYSTEM_ONE_ERROR = {
+    "type": "object",
+    "required": ["detail"],
+    "properties": {
+        "detail": {
+            "anyOf": [
+                {"type": "array", "items": _DETAIL},
+                {
+                    "type": "object",
+                    "required": ["error_type", "message"],
+                    "properties": {"error_type": {"type": "string"}, "message": {"type": "string"}},
+                },
+            ]
+        }
+    },
+}
 _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+_ERRORS = {"Error": _ERROR, "OllamaError": _OLLAMA_ERROR, "SystemOneError": _SYSTEM_ONE_ERROR}
 
 
 def describe() -> dict[str, Any]:
@@ -140,12 +162,13 @@ def describe() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "localinfer", "version": installed_version("localinfer")},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR, "OllamaError": _OLLAMA_ERROR}},
+        "components": {"schemas": {**schemas, **_ERRORS}},
     }
 
 
 def _answers(path: str) -> dict[str, Any]:
     name, stream = ("OllamaError", "lines of JSON") if path.startswith(OLLAMA) else ("Error", "server-sent events")
+    name = "SystemOneError" if path == f"/v1{SYSTEM_ONE}" else name
     schema = {"$ref": f"#/components/schemas/{name}"}
     return {
         "200": {"description": f"The answer, as JSON or as {stream}."},

@@ -113,6 +113,13 @@ GOOD = {
         {demo} Hi --device cpu
         {demo} --file {text} --truncate --output {folder}/x.npy --no-config
     """,
+    "decide": """
+        {demo} Hi --ask How? --option a --option b --orders 2 --threads 1
+        {demo} Hi --ask How? --level a --level b --context-length 256 --device cpu --output {folder}/x.jsonl
+        {demo} --questions {asked} --file {text} --no-config
+        {demo} --questions {asked} --examples {labelled} --method isotonic --fit {folder}/fit.json
+        {demo} Hi --questions {asked} --calibration {fitted}
+    """,
     "rerank": """
         {ranker} Hi one two --top-n 1 --no-normalize --truncate --context-length 64 --threads 1 --json
         {ranker} Hi one --device cpu
@@ -387,6 +394,24 @@ BAD = {
         {demo} Hi --output {file}/x.npy
         {demo} Hi --no-config=maybe
         no-such-file Hi
+    """,
+    "decide": """
+        {demo} Hi
+        {demo} Hi --ask How? --option a
+        {demo} Hi --ask How? --level a
+        {demo} Hi --ask How? --orders 0
+        {demo} Hi --questions no-such-file
+        {demo} --questions {asked} --file no-such-file
+        {demo} --questions {asked} --examples no-such-file
+        {demo} --questions {asked} --examples {labelled} --method platt
+        {demo} Hi --questions {asked} --fit {folder}/fit.json
+        {demo} Hi --questions {asked} --calibration no-such-file
+        {demo} Hi --ask How? --output {file}/x.jsonl
+        {demo} Hi --ask How? --context-length 0
+        {demo} Hi --ask How? --device tpu
+        {demo} Hi --ask How? --threads 0
+        {demo} Hi --ask How? --no-config=maybe
+        no-such-file Hi --ask How?
     """,
     "rerank": """
         {ranker} Hi one --top-n 0

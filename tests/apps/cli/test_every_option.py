@@ -54,6 +54,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "template").write_text("{{ messages[0].content }}")
     (tmp_path / "broken").write_text("{% for %}")
+    (tmp_path / "asked").write_text('{"ran": {"type": "noul", "instructions": "Did it?"}}')
+    (tmp_path / "labelled").write_text('{"state": "It ran.", "expected": {"ran": true}}\n' * 4)
+    (tmp_path / "fitted").write_text('{"ran": {"temperature": 2, "points": []}}')
     (tmp_path / "settings").write_text('[models.demo]\naliases = "small"\nthreads = 1\n')
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     monkeypatch.chdir(tmp_path)
@@ -64,6 +67,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     places = {name: str(tmp_path / name) for name in ("folder", "models", "file", "template", "broken", "settings")}
     places |= {"schema": str(tmp_path / "schema.json"), "grammar": str(tmp_path / "grammar.lark"), "demo": DEMO}
     places |= {"text": str(tmp_path / "text.txt"), "keys": str(tmp_path / "keys"), "sock": "s/s.sock"}
+    places |= {name: str(tmp_path / name) for name in ("asked", "labelled", "fitted")}
     (tmp_path / "s").mkdir(mode=0o700)
     places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "--lines -n 1 --no-disk-cache"}
     places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
