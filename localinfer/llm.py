@@ -142,26 +142,22 @@ class LLM(Closing):
     @property
     def _constraints(self) -> ConstraintCompiler | None:
         """The compiler of constraints; None without a tokenizer."""
-        return self._once("constraints", self._make_constraints)
-
-    def _make_constraints(self) -> ConstraintCompiler | None:
+        if self._model.tokenizer is None:
+            return None
         from localinfer.generation.chat.constraints import ConstraintCompiler
 
-        tokenizer = self._model.tokenizer
-        return None if tokenizer is None else ConstraintCompiler(tokenizer, self._engine.vocab_size)
+        return self._once("constraints", partial(ConstraintCompiler, self.tokenizer, self._engine.vocab_size))
 
     @property
     def _chat_model(self) -> ChatModel | None:
         """The chat interface of the model; None without a tokenizer."""
-        return self._once("chat", self._make_chat_model)
-
-    def _make_chat_model(self) -> ChatModel | None:
+        template, constraints = self._model.chat_template, self._constraints
+        if template is None or constraints is None:
+            return None
         from localinfer.generation.chat_model import ChatModel
 
-        template, tokenizer, constraints = self._model.chat_template, self._model.tokenizer, self._constraints
-        if template is None or tokenizer is None or constraints is None:
-            return None
-        return ChatModel(self._engine, tokenizer, template, constraints, self._media_reader)
+        reader = self._media_reader
+        return self._once("chat", partial(ChatModel, self._engine, self.tokenizer, template, constraints, reader))
 
     @property
     def _media_reader(self) -> MediaReader | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
-from localinfer.engine.cache.block_hashes import salt_of
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
@@ -85,11 +85,11 @@ class DecisionModel:
         salt = salt_of(cache_salt)
         asked = [{"role": "user", "content": written(state)}] if messages is None else messages
         # They are refused as they are, before a question is added to them.
-        self._chats.read(asked)
+        self._chats.read(asked, salt)
         request = self._chats.formats.request({"thinking": False}, salt)
         forms = [form for question in questions.values() for form in _forms(checked_question(question), orders)]
-        chats = [self._encode(request, asked, form.text) for form in forms]
-        probe = self._encode(request, asked, _PROBE)
+        chats = [self._encode(request, asked, form.text, salt) for form in forms]
+        probe = self._encode(request, asked, _PROBE, salt)
         state_tokens = min(_shared(probe.token_ids, chat.token_ids) for chat in chats)
         prompt_tokens = state_tokens + sum(chat.token_ids.size - state_tokens for chat in chats)
         if on_encoded is not None:
@@ -113,7 +113,9 @@ class DecisionModel:
             computed_tokens=scores.computed_tokens,
         )
 
-    def _encode(self, request: ReplyRequest, messages: Messages, question: str, label: str = "") -> "EncodedChat":
+    def _encode(
+        self, request: ReplyRequest, messages: Messages, question: str, salt: bytes = NO_SALT, label: str = ""
+    ) -> "EncodedChat":
         """The prompt in which a question is asked, up to the label of its answer, or with one."""
 
         def begin(text: str) -> Segments:
@@ -122,7 +124,7 @@ class DecisionModel:
             closing = [(f"{reasoning.closing}\n\n", True)] if reasoning is not None and is_open else []
             return [*closing, *([(label, False)] if label else [])]
 
-        read, _held = self._chats.read(_with_question(messages, question))
+        read, _held = self._chats.read(_with_question(messages, question), salt)
         return self._history.encode(
             request.split(read)[0],
             request.template_tools or None,
@@ -136,7 +138,7 @@ class DecisionModel:
         found = self._labels.get(label)
         if found is None:
             probe: Messages = [{"role": "user", "content": ""}]
-            without, ids = (self._encode(request, probe, _PROBE, one).token_ids for one in ("", label))
+            without, ids = (self._encode(request, probe, _PROBE, label=one).token_ids for one in ("", label))
             begins = _shared(without, ids) == without.size
             found = (
                 tuple(map(int, ids[without.size :]))

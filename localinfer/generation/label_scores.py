@@ -62,7 +62,7 @@ def score_labels(
         engine.check_prompt(np.concatenate((ids, np.zeros(max(0, longest - 1), np.int32))), media=media)
     if not prompts:
         return LabelScores([], 0, 0)
-    scoring = _Scoring(engine, prompts, hints, engine.place_media(prompts[0].token_ids, media))
+    scoring = _Scoring(engine, prompts, hints, engine.place_media(prompts[0].token_ids, media, hints.salt))
     try:
         scoring.run()
     finally:
