@@ -67,7 +67,7 @@ class Example(NamedTuple):
 class Reliability(NamedTuple):
     """Answers whose probability was in one tenth: how many, their mean probability, and the share that was right."""
 
-    count: int
+    num_answers: int
     probability: float
     share: float
 
@@ -123,7 +123,7 @@ def measure(examples: Sequence[Example]) -> CalibrationReport:
     return CalibrationReport(
         accuracy=sum(is_right for _, is_right in hits) / len(hits),
         log_loss=sum(losses) / len(losses),
-        error=sum(one.count * abs(one.probability - one.share) for one in tenths) / len(hits),
+        error=sum(one.num_answers * abs(one.probability - one.share) for one in tenths) / len(hits),
         tenths=tuple(tenths),
     )
 

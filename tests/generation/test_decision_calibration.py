@@ -71,7 +71,7 @@ def test_overconfident_answers_are_mended(method: str) -> None:
     examples = sampled(4.0, 800, 5)
     before, after = measure(examples), cross_measure(examples, method)
     assert after.error < before.error / 3 and after.log_loss < before.log_loss
-    assert sum(tenth.count for tenth in after.tenths) == len(examples)
+    assert sum(tenth.num_answers for tenth in after.tenths) == len(examples)
     if method == "temperature":
         assert after.accuracy == before.accuracy
 
@@ -81,7 +81,7 @@ def test_measures_by_hand() -> None:
     assert report.accuracy == 0.5
     assert report.log_loss == pytest.approx(-(math.log(0.8) + math.log(0.4) + math.log(0.7) + math.log(1e-12)) / 4)
     assert report.error == pytest.approx((0.2 + 0.6 + 0.3 + 1.0) / 4)
-    assert [tenth.count for tenth in report.tenths] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert [tenth.num_answers for tenth in report.tenths] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_calibrated_answers_are_answers() -> None:
