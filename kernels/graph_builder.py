@@ -471,7 +471,10 @@ class GraphBuilder:
         """
         for buffer in (output, hidden or output):
             check(buffer.rows is Rows.OUTPUT, f"{buffer.name} holds batch rows; results are of output rows")
-        return OpGraph(self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states), hidden)
+        embedded = [(op.part + 1) * op.x.width for op in self.ops if isinstance(op, ops.EmbedMedia)]
+        has_ranges = any(isinstance(op, ops.Attention) and op.takes_ranges for op in self.ops)
+        parts = (self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states), hidden)
+        return OpGraph(*parts, media_width=max(embedded, default=0), takes_ranges=has_ranges)
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)

@@ -164,8 +164,8 @@ class BatchLimits:
         """Prove the shapes of a segment's embeddings and positions. Raises: RequestError."""
         if not self.media_width:
             raise RequestError(
-                "the program of this device computes words only, no pictures or sounds; load the model on the CPU "
-                "(device='cpu'), with what makes embeddings of them"
+                "the program computes words only, no pictures or sounds; load the model with what makes embeddings of "
+                "them"
             )
         for first, rows in media.embeddings:
             is_right = rows.ndim == 2 and rows.shape[1] == self.media_width and rows.dtype == np.float32

@@ -15,6 +15,9 @@ KV_BYTES = {"q4_0": 0, "q8_0": 1, "f16": 2, "f32": 4}
 _CODES, _FLOATS = KV_BYTES["q8_0"], KV_BYTES["f32"]
 """Types up to the first are codes, of heads that were rotated."""
 
+_RANGES = 2
+"""The kernels' constant for rows that attend to ranges of positions which the batch gives."""
+
 _ROWS = 32
 """Rows of a prompt whose attention is computed at a time: what every chunk gives is kept until they are merged."""
 
@@ -73,7 +76,8 @@ def store_steps(layout: KVLayout, layer: int, keys: Place, values: Place, rope: 
 @dataclass(frozen=True)
 class AttentionLaunches:
     """An attention op over the cache: addresses of queries, rotated here, and of results; ALiBi slopes and sinks
-    are addresses, or 0. fresh: of one row, what its attention stores before it reads the cache, if anything."""
+    are addresses, or 0. fresh: of one row, what its attention stores before it reads the cache, if anything.
+    takes_ranges: whether rows attend to the ranges of positions that a batch gives."""
 
     memory: DeviceMemory
     layout: KVLayout
@@ -85,6 +89,7 @@ class AttentionLaunches:
     sinks: int
     rope: HeadRotation
     fresh: FreshRows | None = None
+    takes_ranges: bool = False
 
     def steps(self, run: Shape, codes: Quantized | None) -> Iterator[Step]:
         """The launches of a batch. codes: output of the codes of what is written, if wanted; tiles leave them out,
@@ -133,9 +138,17 @@ class AttentionLaunches:
         """The window before a row and the span of local chunks, in positions; 0 for none."""
         return (self.shape.reach[0], self.shape.chunk)
 
+    def _sight(self, run: Shape) -> int:
+        """The kernels' constant for how far rows see."""
+        if self.takes_ranges and run.media is not None and run.media.key_ends:
+            return _RANGES
+        return int(self.shape.bidirectional)
+
     def _reach(self, run: Shape, row: int) -> tuple[int, int]:
-        """Later positions that rows from `row` on attend to, and the last ones of their segments."""
-        return (self.shape.reach[1], run.last_positions + 8 * row)
+        """Of rows from `row` on the ranges that they attend to, or later positions and the last of their segments."""
+        if run.media is not None and self._sight(run) == _RANGES:
+            return run.media.key_starts + 8 * row, run.media.key_ends + 8 * row
+        return self.shape.reach[1], run.last_positions + 8 * row
 
     @property
     def _offsets(self) -> tuple[int, ...]:
@@ -161,7 +174,7 @@ class AttentionLaunches:
             tables = (run.kept + 8 * first, run.page_tables + 8 * first, partials, run.num_chunks, shape.num_heads)
             rotation = (self._angles(first), rope.num_pairs, rope.halves, rope.offset)
             sizes = (heads, shape.key_size, shape.value_size)
-            constants = (*self.kinds, *sizes, int(stores), int(codes is not None), int(shape.bidirectional))
+            constants = (*self.kinds, *sizes, int(stores), int(codes is not None), self._sight(run))
             place = _after(self.queries, first)
             values = (*place, *tables, group, *self._offsets, *self.mask, self.slopes, *rotation)
             grid = (count, blocks, run.num_chunks)
@@ -187,7 +200,7 @@ class AttentionLaunches:
         mask = (*self.mask, self.slopes, self.sinks)
         numbers = (*queries, *out, *tables, rows, self.group, *self._offsets, *mask, *rotation, tiles)
         grid = (tiles, shape.num_kv_heads, -(-shape.value_size // _TILE_COLUMNS))
-        constants = (*self.kinds, shape.key_size, shape.value_size, warps, int(shape.bidirectional))
+        constants = (*self.kinds, shape.key_size, shape.value_size, warps, self._sight(run))
         values = (*numbers, shape.scale, shape.softcap, *self._reach(run, start))
         yield Launch("attention_tiles.attend_tiles", constants, grid, 32 * warps, values)
         if self.kinds[1] <= _CODES:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from localinfer.kernels.cuda.device import F32, CudaDevice, Gemm, Launch, Step
+from localinfer.kernels.cuda.media import MediaShape
 from localinfer.kernels.cuda.memory import SMALL_ROWS, DeviceMemory
 from localinfer.kernels.cuda.weights import DeviceWeight
 from localinfer.kernels.layouts import Layout, is_float
@@ -61,6 +62,8 @@ class Shape:
     """The last position in the cache of each row's segment in the batch."""
     token_types: int = 0
     """For models that have some."""
+    media: MediaShape | None = None
+    """Pictures and sounds; None for words at their own positions."""
 
     @property
     def kept(self) -> int:

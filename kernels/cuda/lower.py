@@ -82,13 +82,23 @@ def lower_to_cuda(
         graph.num_positions,
         kv_layout.page_tokens,
         num_token_types=graph.num_token_types,
+        media_width=graph.media_width,
+        takes_ranges=graph.takes_ranges,
     )
     builders = [op.build for op in tape.ops]
     ends = [*tape.stage_starts[1:], len(builders)]
     stages = [tuple(builders[start:end]) for start, end in zip(tape.stage_starts, ends, strict=True)]
     logits = (*tape.memory.address_of(graph.output), graph.output.width)
     return CudaProgram(
-        device, limits, stages, logits, tape.memory.address_of, progress, samples=samples, page_sums=tape.page_sums
+        device,
+        limits,
+        stages,
+        logits,
+        tape.memory.address_of,
+        progress,
+        samples=samples,
+        page_sums=tape.page_sums,
+        embeddings=tape.embeddings,
     )
 
 
@@ -106,6 +116,22 @@ def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) 
     place: tuple[float | str, ...] = (_LOOKED_UP[type(op)], *tape.addresses_of(out))
     values = (*weight.arrays, *weight.row_bytes, *place, weight.num_columns, weight.num_rows, int(adds), scale)
     tape.simple("rows.embed", (weight.layout,), Rows.BATCH, weight.num_columns, values, out)
+
+
+def _embed_media(tape: CudaTape, op: ops.EmbedMedia) -> None:
+    x = op.x
+    tape.read(x)
+    tape.reserve_embeddings()
+    offset = 4 * op.part * x.width
+
+    def build(shape: Shape) -> Iterator[Step]:
+        count = shape.rows(x.rows)
+        if count and shape.media is not None and shape.media.embeddings:
+            rows = shape.output_row_numbers if x.is_output else 0
+            values = (*tape.memory.address_of(x), x.width, shape.media.embeddings, offset, int(op.adds), rows)
+            yield gemm.column_launch("rows.embed_media", (), x.width, count, values)
+
+    tape.add(build, x)
 
 
 def _stage_boundary(tape: CudaTape, op: ops.StageBoundary) -> None:
@@ -238,12 +264,21 @@ def _rope(tape: CudaTape, op: ops.Rope) -> None:
 def _rope_angles(tape: CudaTape, table: RopeTable) -> int:
     """The table's cosines and sines for every row, computed once per run."""
     frequencies = np.ascontiguousarray(table.inverse_frequencies, np.float64)
-    key = (frequencies.tobytes(), table.magnitude)
+    axes = None if table.axes is None else np.ascontiguousarray(table.axes, np.int64)
+    key = (frequencies.tobytes(), table.magnitude, None if axes is None else axes.tobytes())
     if key not in tape.angles:
         pairs = frequencies.size
         angles = tape.device.allocate(max(tape.max_rows[Rows.BATCH], SMALL_ROWS) * 8 * pairs)
-        values = ("positions", tape.memory.array(frequencies), pairs, angles, table.magnitude)
-        tape.simple("rows.rope_angles", (), Rows.BATCH, pairs, values)
+        values = (tape.memory.array(frequencies), pairs, angles, table.magnitude)
+        of_pairs = 0 if axes is None else tape.memory.array(axes)
+
+        def build(shape: Shape) -> Iterator[Step]:
+            name, place = "rows.rope_angles", [shape.positions]
+            if of_pairs and shape.media is not None and shape.media.axes:
+                name, place = "rows.rope_angles_by_axis", [shape.media.axes, of_pairs]
+            yield gemm.column_launch(name, (), pairs, shape.batch_rows, (*place, *values))
+
+        tape.add(build)
         tape.angles[key] = angles
     return tape.angles[key]
 
@@ -269,7 +304,9 @@ def _attention(tape: CudaTape, attention: ops.Attention) -> None:
     rope = tape.take_rope(attention.queries, shape.key_size)
     places = (memory.address_of(attention.queries), memory.address_of(out))
     constants = (memory.constant(shape.alibi_slopes), memory.constant(shape.sinks))
-    launches = AttentionLaunches(memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope)
+    launches = AttentionLaunches(
+        memory, tape.kv_layout, attention.layer, shape, *places, *constants, rope, takes_ranges=attention.takes_ranges
+    )
     sums = tape.page_sums
     last = tape.last
     if sums is not None:
@@ -431,8 +468,7 @@ LOWER: dict[type, Callable[[CudaTape, Any], None]] = {
     ops.Embed: _embed,
     ops.EmbedPositions: _embed,
     ops.EmbedTypes: _embed,
-    # Batches with embeddings are refused, so that every row is of a word and stays as it is.
-    ops.EmbedMedia: lambda tape, op: None,
+    ops.EmbedMedia: _embed_media,
     ops.StageBoundary: _stage_boundary,
     ops.RmsNorm: _norm,
     ops.LayerNorm: _norm,

@@ -11,6 +11,7 @@ from localinfer.kernels.cpu.kernel_abi import SUMMED_ROWS
 from localinfer.kernels.cuda.device import CudaDevice, Launch, Step
 from localinfer.kernels.cuda.gemm import Builder, Shape
 from localinfer.kernels.cuda.kernel_cache import KernelKey
+from localinfer.kernels.cuda.media import MEDIA_ARRAYS, MediaInput, MediaShape
 from localinfer.kernels.cuda.memory import SMALL_ROWS
 from localinfer.kernels.cuda.page_sums import PageSums
 from localinfer.kernels.cuda.sampling import Draw, SampleMode, TokenChoice
@@ -52,10 +53,11 @@ class CudaProgram:
         *,
         samples: bool = True,
         page_sums: PageSums | None = None,
+        embeddings: tuple[int, int] | None = None,
     ) -> None:
         """stages: of each its ops' steps for any shape. logits: address, row stride and width of what `run` returns.
         place: returns address and row stride of a buffer. samples: without it only `run` may be called.
-        page_sums: where its ops sum attention by page, if they do."""
+        page_sums: where its ops sum attention by page, if they do. embeddings: see `MediaInput`."""
         self._device = device
         self._limits = limits
         self._stages = stages
@@ -65,8 +67,10 @@ class CudaProgram:
         self.max_batch_rows = limits.max_rows
         self.max_output_rows = limits.max_output_rows
         rows = max(limits.max_rows, SMALL_ROWS)
+        self._media = MediaInput(device, embeddings) if limits.media_width or limits.takes_ranges else None
+        arrays = len(_HEADER) + (0 if self._media is None else MEDIA_ARRAYS)
         self._headers = {
-            capacity: (np.zeros(len(_HEADER) * capacity, np.int64), self._device.allocate(8 * len(_HEADER) * capacity))
+            capacity: (np.zeros((arrays, capacity), np.int64), self._device.allocate(8 * arrays * capacity))
             for capacity in {SMALL_ROWS, rows}
         }
         self._capacities = sorted(self._headers)
@@ -75,11 +79,13 @@ class CudaProgram:
         self._samples = samples
         self._page_sums = page_sums
         self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS) if samples else 0)
-        self._replays: dict[tuple[int, int, int, int, SampleMode], Callable[[], None]] = {}
+        self._replays: dict[tuple[int, int, int, int, MediaShape | None, SampleMode], Callable[[], None]] = {}
         self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
         most = _padded(limits.max_rows)
         sizes = [1 << power for power in range(SMALL_ROWS.bit_length()) if 1 << power < most]
         every = [key for rows in (*sizes, most) for key in self._kernels(rows)]
+        if self._media is not None:
+            every += [key for rows in (*sizes, most) for key in self._kernels(rows, MediaShape(1, 1, 1, 1))]
         self._device.prepare(self._kernels(1), every, progress)
 
     def run(self, batch: Batch) -> FloatArray:
@@ -119,7 +125,7 @@ class CudaProgram:
         if max(shape.batch_rows, shape.output_rows) > SMALL_ROWS:
             self._device.run(self._steps(stage, shape, chosen))
             return
-        key = (stage, shape.batch_rows, shape.output_rows, shape.num_chunks, chosen)
+        key = (stage, shape.batch_rows, shape.output_rows, shape.num_chunks, shape.media, chosen)
         if key not in self._replays:
             steps = self._steps(stage, shape, chosen)
             if not steps:
@@ -185,12 +191,12 @@ class CudaProgram:
         steps = [step for build in self._stages[stage] for step in build(shape)]
         return [*steps, *self._choice.steps(chosen, shape.output_rows)]
 
-    def _kernels(self, rows: int) -> list[KernelKey]:
+    def _kernels(self, rows: int, media: MediaShape | None = None) -> list[KernelKey]:
         """The kernels of a batch of `rows`, with any way of sampling."""
         capacity = next(capacity for capacity in self._capacities if capacity >= rows)
         _, address = self._headers[capacity]
         shape = _shape(rows, min(rows, self.max_output_rows), _FEWEST_CHUNKS, capacity, address)
-        shape = replace(shape, segment_rows=(rows,))
+        shape = replace(shape, segment_rows=(rows,), media=media)
         stages = range(len(self._stages))
         likeliest = SampleMode.LIKELIEST if self._samples else SampleMode.NOTHING
         steps = [step for stage in stages for step in self._steps(stage, shape, likeliest)]
@@ -204,9 +210,13 @@ class CudaProgram:
         targets = [0] * len(batch.segments) if sums is None else sums.begin(batch.segments)
         rows, outputs = len(batch.token_ids), len(batch.output_rows)
         capacity = next(capacity for capacity in self._capacities if capacity >= max(rows, outputs))
-        numbers, address = self._headers[capacity]
+        whole, address = self._headers[capacity]
+        numbers, media = whole[: len(_HEADER)], None
+        if self._media is not None:
+            further = address + numbers.nbytes
+            media = self._media.write(batch.segments, whole[len(_HEADER) :], further)
         numbers[:] = 0
-        words = dict(zip(_HEADER, numbers.reshape(len(_HEADER), capacity), strict=True))
+        words = dict(zip(_HEADER, numbers, strict=True))
         words["token_ids"][:rows] = batch.token_ids
         words["output_row_numbers"][:outputs] = batch.output_rows
         positions, kept = words["positions"], words["cache_positions"]
@@ -223,11 +233,13 @@ class CudaProgram:
             row = end
         if batch.token_types is not None:
             words["token_types"][:rows] = batch.token_types
-        self._device.write(address, numbers)
+        self._device.write(address, numbers if media is None else whole)
         chunks = _FEWEST_CHUNKS
         while chunks * _CHUNK < longest:
             chunks *= 2
         shape = _shape(_padded(rows), _padded(outputs), chunks, capacity, address)
+        if media is not None:
+            shape = replace(shape, media=media)
         # Graphs are independent of the rows' sequences.
         return shape if rows <= SMALL_ROWS else replace(shape, segment_rows=tuple(s.num_rows for s in batch.segments))
 

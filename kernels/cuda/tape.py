@@ -36,7 +36,7 @@ class CudaTape:
 
     page_sums: where attention is summed by page; None if it is not. quantized: where the codes of buffers are, by their
     index. angles: cosines and sines by the RoPE table they are of. stage_starts: number of the first op of each stage,
-    see `ops.StageBoundary`.
+    see `ops.StageBoundary`. embeddings: address and row stride of the batch's; None as long as no op reads any.
     """
 
     def __init__(
@@ -54,8 +54,10 @@ class CudaTape:
         self.page_sums: PageSums | None = None
         self.ops: list[RecordedOp] = []
         self.quantized: dict[int, Quantized] = {}
-        self.angles: dict[tuple[bytes, float], int] = {}
+        self.angles: dict[tuple[bytes, float, bytes | None], int] = {}
         self.stage_starts = [0]
+        self.embeddings: tuple[int, int] | None = None
+        self._media_width = graph.media_width
         self._ropes: dict[int, HeadRotation] = {}
         self._unwritten: dict[int, int] = {}
 
@@ -94,6 +96,12 @@ class CudaTape:
                 yield column_launch(kernel, constants, width, count, given)
 
         self.add(build, *writes)
+
+    def reserve_embeddings(self) -> None:
+        """Make room for the embeddings of a batch, which an op reads."""
+        if self.embeddings is None:
+            buffer = self.memory.buffer("embeddings of media", self._media_width, Rows.BATCH)
+            self.embeddings = self.memory.address_of(buffer)
 
     def written(self, buffer: Buffer) -> None:
         """Forget what was known of a buffer before it was written."""

@@ -75,6 +75,11 @@ class OpGraph:
     """Of the recurrent ops."""
     hidden: Buffer | None = None
     """A buffer that a program also shows."""
+    media_width: int = 0
+    """Columns of the embeddings that a batch's rows may have in place of a token's; 0 where only tokens are looked up.
+    Of a part of a model this and the next are the model's, as every part gets the same batches."""
+    takes_ranges: bool = False
+    """True if segments may say which positions their rows see."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,19 +92,9 @@ class OpGraph:
         return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedTypes)), default=1)
 
     @property
-    def media_width(self) -> int:
-        """Columns of the embeddings that rows may have in place of a token's; 0 where only tokens are looked up."""
-        return max(((op.part + 1) * op.x.width for op in self.ops if isinstance(op, EmbedMedia)), default=0)
-
-    @property
     def needs_whole_texts(self) -> bool:
         """True if segments begin with the first position: keys' rows are looked up in the batch."""
         return any(isinstance(op, Attention) and op.relative is not None for op in self.ops)
-
-    @property
-    def takes_ranges(self) -> bool:
-        """True if segments may say which positions their rows see."""
-        return any(isinstance(op, Attention) and op.takes_ranges for op in self.ops)
 
     @property
     def num_positions(self) -> int:

@@ -137,12 +137,7 @@ def _load(checked: CheckedLoad, progress: ProgressCallback | None) -> tuple["Mod
 def _media_of(
     path: "Path", loaded: "Model", disk: "DiskOptions | None", progress: ProgressCallback | None
 ) -> "LoadedMedia | None":
-    """The encoders of a loaded model; None, with a warning, beside a decoder that takes none."""
-    if not loaded.config.takes_media:
-        logger.warning(
-            "%s reads text only on %s; take device cpu for pictures and sounds", loaded.file.path.name, loaded.device
-        )
-        return None
+    """The encoders of a loaded model; None, with a warning, where a folder's do not run."""
     from localinfer.loading.media import missing_packages, open_media
 
     try:
@@ -153,6 +148,10 @@ def _media_of(
         # Its text runs, as it did before anyone asked for more.
         logger.warning("%s reads text only: %s", loaded.file.path.name, error)
         return None
+    if loaded.device != "cpu":
+        from localinfer.loading.memory.gpu_plan import ENCODERS_ON_CPU
+
+        logger.info("%s: %s", loaded.file.path.name, ENCODERS_ON_CPU)
     missing = missing_packages(media.kinds)
     if missing is not None:
         logger.warning("%s: %s", loaded.file.path.name, missing)

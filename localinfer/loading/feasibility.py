@@ -50,6 +50,7 @@ def check_feasible(given: HeaderOptions) -> Availability:
             check_device(options.request)
         with closing(open_model_file(options.path, options.changes, context_length)) as file:
             config = with_context(read_config(file), file, context_length, options.changes)
+            config = replace(config, takes_media=options.media_path is not None)
             asked = context_length or min(config.context_length, LEAST_CONTEXT)
             try:
                 placement = _placement(options, file, config)

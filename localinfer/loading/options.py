@@ -102,12 +102,12 @@ class ModelOptions(HeaderOptions):
             assistant=self.assistant,
             changes=self.changes,
         )
-        return self._beside_draft(self._with_window(self._with_media(plan), file, config, batch_rows_of(config)))
+        return self._beside_draft(self._with_window(self.with_media(plan), file, config, batch_rows_of(config)))
 
     def plan_on_gpus(self, file: "ModelFile", config: "ModelConfig") -> MemoryPlan:
         """About what it takes if GPUs compute it, where there are no draft layers; raises: as `plan`."""
-        plan = self._with_window(plan_memory(file, config, kv_type=self.kv_type), file, config, GPU_BATCH_ROWS)
-        return self._beside_draft(plan)
+        plan = self.with_media(plan_memory(file, config, kv_type=self.kv_type))
+        return self._beside_draft(self._with_window(plan, file, config, GPU_BATCH_ROWS))
 
     def _with_window(self, plan: MemoryPlan, file: "ModelFile", config: "ModelConfig", batch_tokens: int) -> MemoryPlan:
         tokens = self.window_tokens(file, config)
@@ -116,7 +116,8 @@ class ModelOptions(HeaderOptions):
         window = planned_window(config, tokens, PAGE_TOKENS, batch_tokens)
         return replace(plan, kv_tokens=window.most_tokens)
 
-    def _with_media(self, plan: MemoryPlan) -> MemoryPlan:
+    def with_media(self, plan: MemoryPlan) -> MemoryPlan:
+        """A plan with the encoders of pictures and sounds, which are in main memory."""
         if self.media_path is None:
             return plan
         from localinfer.loading.media import num_media_bytes

@@ -331,7 +331,7 @@ def opened_model(
     draft_layers: load the layers for next-token prediction too, if the file has some and the model runs on the CPU.
     assistant: file of a draft model that attends to this model's cache (`assistant.is_assistant`), in place of those
         layers; it is left out, with a warning, if the model runs on a GPU.
-    takes_media: its batches may have embeddings of pictures or sounds in place of tokens, on the CPU.
+    takes_media: its batches may have embeddings of pictures or sounds in place of tokens.
     changes: settings in place of the file's.
     Raises: ModelFileError or a subclass, RequestError for an invalid option, OutOfMemoryError, also for errors of the
         context: those of memory, and of sizes that no kernel computes.
@@ -409,8 +409,7 @@ def build_on_gpus(opened: OpenModel, options: BuildOptions) -> Model | None:
 
     placement = opened.placement
     assert placement is not None, "a part of it was placed"
-    # Pictures are read on the CPU only.
-    config = replace(opened.config, takes_media=False)
+    config = opened.config
     compile_ahead(SHARED_KERNELS, opened.progress)
     with _made_threads(options) as pool:
         parts = _parts(opened, options, config, pool)

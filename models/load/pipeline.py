@@ -25,7 +25,7 @@ from localinfer.models.decoder.graph_parts import CutGraph, cut_graph
 from localinfer.models.load.device_request import GPU_BATCH_ROWS, report_fallback
 from localinfer.models.load.devices import close_all
 from localinfer.models.load.placement import DevicePlacement, check_runs_on_gpus
-from localinfer.models.load.programs import GpuModel, GraphWriter, Parts, decoder_writer, note
+from localinfer.models.load.programs import GpuModel, GraphWriter, Parts, batch_rows_of, decoder_writer, note
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights, CudaWeights, PlacedWeights, parts_of_weights
 
@@ -63,8 +63,8 @@ def _write_whole(parts: Parts, gpu: CudaDevice) -> GpuModel:
 
     graph = decoder_writer(parts.config)(weights, layout.layers, [])
     weights.check_asked(parts.config)
-    summed_tokens = parts.summed_tokens(GPU_BATCH_ROWS, layout.page_tokens)
-    program = lower(graph, max_batch_rows=GPU_BATCH_ROWS, max_summed_tokens=summed_tokens)
+    rows = batch_rows_of(parts.config, GPU_BATCH_ROWS)
+    program = lower(graph, max_batch_rows=rows, max_summed_tokens=parts.summed_tokens(rows, layout.page_tokens))
     note(parts.file, list(weights.notes.values()))
     return GpuModel(program, layout, further)
 
@@ -77,8 +77,8 @@ def _write_pipeline(parts: Parts, gpus: Sequence[CudaDevice], placement: DeviceP
     made = _Pipeline(parts, placement, gpus, _layout(parts, gpus, placement))
     cut, weights = made.cut(decoder_writer(parts.config))
     weights.check_asked(parts.config)
-    max_rows = MAX_BATCH_ROWS if placement.uses_cpu else GPU_BATCH_ROWS
-    program, on_cpu = made.lower(cut, max_rows)
+    usual_rows = MAX_BATCH_ROWS if placement.uses_cpu else GPU_BATCH_ROWS
+    program, on_cpu = made.lower(cut, batch_rows_of(parts.config, usual_rows))
     # To look up embeddings takes no threads.
     is_busy = placement.num_gpu_layers < placement.num_layers or placement.num_split_layers > 0
     if on_cpu is not None and parts.chooses_threads and is_busy:

@@ -15,6 +15,7 @@ from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels.cuda.device import FoundDevice
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import CUDA_LAYOUTS, SIZES
+from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import crosses_layers
 from localinfer.models.load.device_request import DeviceRequest
@@ -121,7 +122,11 @@ def memory_needs(file: ModelFile, config: ModelConfig, kv_layout: KVLayout, num_
     slots = 1 if config.experts is None else config.experts.num_selected
     # Texts of an encoder are computed whole.
     batch_rows = max(_BATCH_ROWS, num_tokens) if config.is_encoder else _BATCH_ROWS
-    rows = batch_rows * 4 * (8 * config.hidden_size + (3 + slots) * widest)
+    embeddings = 0
+    if config.takes_media:
+        batch_rows = max(batch_rows, find_architecture(config).picture_rows)
+        embeddings = config.hidden_size * (1 + config.num_deepstack_layers)
+    rows = batch_rows * 4 * (8 * config.hidden_size + (3 + slots) * widest + embeddings)
     working = shared_cache + rows + _OUTPUT_ROWS * 4 * config.vocab_size + _LIBRARY_BYTES
     share = 1.0 if config.experts is None else config.experts.num_selected / config.experts.num_experts
     return MemoryNeeds(layers, output, embedding, working, experts, cache, share, tied)

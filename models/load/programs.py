@@ -46,9 +46,9 @@ class Parts:
         return 0 if self.window_tokens is None else self.window_tokens + batch_rows + 2 * page_tokens
 
 
-def batch_rows_of(config: ModelConfig) -> int:
-    """Rows of a batch on the CPU: the usual number, or what the largest picture takes of a model that takes some."""
-    return max(MAX_BATCH_ROWS, find_architecture(config).picture_rows if config.takes_media else 0)
+def batch_rows_of(config: ModelConfig, usual: int = MAX_BATCH_ROWS) -> int:
+    """Rows of a batch: the usual number of its devices, or what the largest picture takes where some are taken."""
+    return max(usual, find_architecture(config).picture_rows if config.takes_media else 0)
 
 
 GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]], OpGraph]

@@ -45,9 +45,21 @@ def write_small_mixture(path: Path, num_layers: int = 3, seed: int = 1) -> Path:
     return path
 
 
-def _writer(path: Path, num_layers: int) -> gguf.GGUFWriter:
+def write_small_seer(path: Path, num_layers: int = 3, seed: int = 1) -> Path:
+    """Write the same as a Qwen 3 VL's decoder: positions on interleaved axes, additions after the first two layers."""
+    writer = _writer(path, num_layers, "qwen3vl")
+    writer.add_uint32("qwen3vl.n_deepstack_layers", 2)
+    writer.add_rope_dimension_sections([4, 2, 2, 0])
+    shapes = llama_shapes(VOCAB, HIDDEN, FEED_FORWARD, KV_HEADS * HEAD_SIZE, num_layers)
+    for layer in range(num_layers):
+        shapes |= {f"blk.{layer}.attn_{name}_norm": (HEAD_SIZE,) for name in "qk"}
+    write_random_tensors(writer, shapes, seed)
+    return path
+
+
+def _writer(path: Path, num_layers: int, architecture: str = "llama") -> gguf.GGUFWriter:
     """One that has been given the sizes of a small llama."""
-    writer = gguf.GGUFWriter(str(path), "llama")
+    writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(num_layers)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

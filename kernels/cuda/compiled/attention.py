@@ -45,6 +45,8 @@ _COLUMNS = 32 * _LANE_COLUMNS
 """Columns of values of a lane and of a warp."""
 _LINE = 128
 """Bytes of a cache line."""
+OWN, LATER, RANGES = range(3)
+"""Last position that a row attends to: its own, some after it, or the end of a range that the batch gives."""
 LEAST = -3.0e38
 """Instead of minus infinity, whose difference from itself is NaN."""
 
@@ -91,7 +93,7 @@ def round_queries(query, words, scales, heads, size, head_words):
     ptx.syncthreads()
 
 
-def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, later=0):
+def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, sight=OWN):
     """Registers enough to load many keys and values before the first is used."""
     return THREADS, 4
 
@@ -103,16 +105,17 @@ def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantiz
         "fresh": "fresh_keys fresh_values",
         "fresh_rope": ROPE["rope"],
         "into": "out out_stride sinks counters codes codes_stride records records_stride",
-        "reach": "num_later last_positions",
+        "reach": "first_word second_word",
     },
     bounds=_bounds,
 )
-def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, later=0):
+def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, quantizes=0, sight=OWN):
     """Attention of `heads` query heads of one KV head to one chunk, of [rows, KV heads * parts, chunks].
 
     stores: 1 for one row whose own keys and values, at `fresh`, the block that attends to them first writes into the
-    cache; a KV head then has one part. quantizes: 1 if codes of what is written are wanted too. later: 1 for rows that
-    attend to later positions, up to `reach`: how many, and of every row the last one of its sequence.
+    cache; a KV head then has one part. quantizes: 1 if codes of what is written are wanted too. sight: LATER for rows
+    that attend to later positions, up to `reach`: how many, and of every row the last one of its sequence; RANGES for
+    rows that attend to the positions of their window from a first one on and before an end, both given in `reach`.
 
     Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
     rotated still if they are codes. The last block of a row's heads merges them into out; see `merging`.
@@ -149,6 +152,8 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
     store_key = key_store_of(key_kind, key_size)
     store_value = value_store_of(value_kind, value_size, not key_is_codes)
     merge = merge_of(heads, value_size, value_is_codes, quantizes == 1)
+    is_ranged = sight == RANGES
+    sees_later = sight != OWN
     fresh_key_size = key_size if key_is_codes else 1
     fresh_value_size = value_size if value_is_codes else 1
 
@@ -163,7 +168,10 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
         position = ptx.load_i64(positions + 8 * row)
         least = first_seen(position, window, span)
         last = position
-        if later:
+        if is_ranged:
+            least = max(least, ptx.load_i64(reach[0] + 8 * row))
+            last = ptx.load_i64(reach[1] + 8 * row) - 1
+        elif sees_later:
             last = min(position + reach[0], ptx.load_i64(reach[1] + 8 * row))
         if pages != 0 and first <= last and first + CHUNK > least:
             lane = ptx.thread() % 32
@@ -282,7 +290,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
                 if slopes != 0:
                     head = min(first_head + h, last_head)
                     distance = seen - position
-                    if later:
+                    if sees_later:
                         distance = -abs(distance)
                     score = score + ptx.load_f32(slopes + 4 * head) * ptx.to_float(distance)
                 if not is_seen:

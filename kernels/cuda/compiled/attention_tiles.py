@@ -12,7 +12,7 @@ from numba import cuda, float32, int64, uint32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
-from localinfer.kernels.cuda.compiled.attention import LEAST, first_seen
+from localinfer.kernels.cuda.compiled.attention import LEAST, OWN, RANGES, first_seen
 from localinfer.kernels.cuda.compiled.half_bytes import stage_key_half_bytes, stage_value_half_bytes
 from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, PAGE
 from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
@@ -127,13 +127,13 @@ def add_product(sums, first, left, upper, lower):
         sums[first + i] = product[i]
 
 
-@template(floats="scale softcap", tuples={**ROPE, "reach": "num_later last_positions"})
-def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
+@template(floats="scale softcap", tuples={**ROPE, "reach": "first_word second_word"})
+def attend_tiles(key_kind, value_kind, key_size, value_size, warps, sight=OWN):
     """Attention of rows of one sequence, of [tiles, KV heads, parts of columns]; a warp to 16 of rows x query heads.
 
     Keys and values are float16 or codes; queries of codes were rotated before, and what is written is still rotated if
     values are codes. The group of query heads is at most 16 * warps, and the last tile comes first: it is the longest.
-    later and reach: see `attention.attend_chunks`.
+    sight and reach: see `attention.attend_chunks`.
     """
     key_is_codes = key_kind == CODES
     value_is_codes = value_kind == CODES
@@ -148,6 +148,8 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
     key_words = PAGE * stride
     value_words = 8 * tiles * VALUE_STRIDE
     sums_size = 4 * tiles
+    is_ranged = sight == RANGES
+    sees_later = sight != OWN
 
     def kernel(
         queries, queries_stride, out, out_stride, positions, page_tables, num_rows,
@@ -197,7 +199,10 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
             position[r] = ptx.load_i64(positions + 8 * min(rows[r], last_row))
             least[r] = first_seen(position[r], window, span)
             last[r] = position[r]
-            if later:
+            if is_ranged:
+                least[r] = max(least[r], ptx.load_i64(reach[0] + 8 * min(rows[r], last_row)))
+                last[r] = ptx.load_i64(reach[1] + 8 * min(rows[r], last_row)) - 1
+            elif sees_later:
                 last[r] = min(position[r] + reach[0], ptx.load_i64(reach[1] + 8 * last_row))
             slope[r] = float32(0.0)
             if slopes != 0:
@@ -210,7 +215,12 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
             sums[i] = float32(0.0)
 
         last_position = ptx.load_i64(positions + 8 * last_row)
-        if later:
+        if is_ranged:
+            row = first_row
+            while row <= last_row:
+                last_position = max(last_position, ptx.load_i64(reach[1] + 8 * row) - 1)
+                row = row + 1
+        elif sees_later:
             last_position = min(last_position + reach[0], ptx.load_i64(reach[1] + 8 * last_row))
         page = first_seen(ptx.load_i64(positions + 8 * first_row), window, span) // PAGE
         while page <= last_position // PAGE:
@@ -255,7 +265,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps, later=0):
                     if softcap > float32(0.0):
                         score = softcap * hyperbolic_tangent(ptx.divide(score, softcap))
                     distance = seen - position[r]
-                    if later:
+                    if sees_later:
                         distance = -abs(distance)
                     score = score + slope[r] * ptx.to_float(distance)
                     if seen < least[r] or seen > last[r]:

@@ -15,6 +15,7 @@ from localinfer.kernels.cuda.compiled.quantize import store_quantized
 from localinfer.kernels.cuda.compiled.reductions import warp_sum
 from localinfer.kernels.cuda.compiled.weights import row_of, weight_of
 from localinfer.kernels.cuda.jit import inline, kernel, template
+from localinfer.kernels.ops import NUM_AXES
 
 THREADS = 128
 
@@ -43,6 +44,27 @@ def embed(layout):
             ptx.store_f32(place, value)
 
     return kernel
+
+
+@kernel()
+def embed_media(x, x_stride, num_columns, embeddings, offset, adds, rows):
+    """x[r] = a part of an embedding, or x[r] += it, of [columns / 128, rows]; rows without an embedding stay.
+
+    embeddings: addresses by the row of the batch, 0 for none. offset: bytes before the part. rows: which rows of the
+    batch the grid's are; 0 for the same ones.
+    """
+    column = ptx.block_x() * THREADS + ptx.thread()
+    if column < num_columns:
+        row = ptx.block_y()
+        if rows != 0:
+            row = ptx.load_i64(rows + 8 * row)
+        embedding = ptx.load_i64(embeddings + 8 * row)
+        if embedding != 0:
+            value = ptx.load_f32(embedding + offset + 4 * column)
+            place = x + ptx.block_y() * x_stride + 4 * column
+            if adds != 0:
+                value = value + ptx.load_f32(place)
+            ptx.store_f32(place, value)
 
 
 @template(tuples=WEIGHTS)
@@ -339,16 +361,32 @@ def cosine_and_sine(angle):
     return cosine, sine * rest
 
 
+@inline
+def store_angle(position, frequencies, pair, num_pairs, angles, magnitude):
+    """The cosine and sine of a pair of a grid's row at a position."""
+    cosine, sine = cosine_and_sine(ptx.to_f64(position) * ptx.load_f64(frequencies + 8 * pair))
+    place = angles + (ptx.block_y() * num_pairs + pair) * 8
+    ptx.store_f32(place, magnitude * ptx.narrow(cosine))
+    ptx.store_f32(place + 4, magnitude * ptx.narrow(sine))
+
+
 @kernel(floats="magnitude")
 def rope_angles(positions, frequencies, num_pairs, angles, magnitude):
     """The cosine and sine of every pair, float32[rows][pairs][2], of [pairs / 128, rows]."""
     pair = ptx.block_x() * THREADS + ptx.thread()
     if pair < num_pairs:
-        position = ptx.to_f64(ptx.load_i64(positions + 8 * ptx.block_y()))
-        cosine, sine = cosine_and_sine(position * ptx.load_f64(frequencies + 8 * pair))
-        place = angles + (ptx.block_y() * num_pairs + pair) * 8
-        ptx.store_f32(place, magnitude * ptx.narrow(cosine))
-        ptx.store_f32(place + 4, magnitude * ptx.narrow(sine))
+        position = ptx.load_i64(positions + 8 * ptx.block_y())
+        store_angle(position, frequencies, pair, num_pairs, angles, magnitude)
+
+
+@kernel(floats="magnitude")
+def rope_angles_by_axis(positions, axes, frequencies, num_pairs, angles, magnitude):
+    """The same by positions int64[rows][NUM_AXES], of which each pair's is that on its axis."""
+    pair = ptx.block_x() * THREADS + ptx.thread()
+    if pair < num_pairs:
+        place = ptx.block_y() * NUM_AXES + ptx.load_i64(axes + 8 * pair)
+        position = ptx.load_i64(positions + 8 * place)
+        store_angle(position, frequencies, pair, num_pairs, angles, magnitude)
 
 
 ROPE = {"rope": "angles num_pairs halves offset"}

@@ -10,7 +10,7 @@ from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMem
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading.memory.limit import KVBudget, check_host_part
 from localinfer.loading.memory.plan import plan_memory
-from localinfer.loading.options import REFUSED_BY_GPUS, ModelOptions
+from localinfer.loading.options import REFUSED_BY_GPUS, ModelOptions, media_path_of
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.device_request import (
@@ -26,12 +26,15 @@ from localinfer.models.load.placement import DevicePlacement, check_runs_on_gpus
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.system.machine_limits import MemoryLimits, has_driver
 
+ENCODERS_ON_CPU = "pictures and sounds are encoded on the CPU"
+"""Said of a model on GPUs that has encoders."""
+
 
 def describe_gpus(path: str | os.PathLike[str], *, kv_type: str = "f16") -> dict[str, Any] | None:
     """Shares of the GPUs in a model loaded with device 'auto'; None where no NVIDIA driver is installed.
 
-    Keys: context_length, of which the cache is counted; summary, one line; and gpus, cpu_expert_layers, host_bytes; or
-    else reason, why the model stays on the CPU.
+    Keys: context_length, of which the cache is counted; summary, one line; and gpus, cpu_expert_layers, host_bytes, and
+    encoder_bytes of encoders beside the model, also in main memory; or else reason, why the model stays on the CPU.
     """
     if not has_driver():
         return None
@@ -97,7 +100,8 @@ def _layout(config: ModelConfig, kv_type: str) -> KVLayout:
 def _described(path: str | os.PathLike[str], kv_type: str) -> dict[str, Any]:
     file = open_model_file(path)
     try:
-        config = read_config(file)
+        encoders = media_path_of("auto", file.path)
+        config = replace(read_config(file), takes_media=encoders is not None)
         layout = _layout(config, kv_type)
         reason = cpu_only(config, layout)
         if reason is not None:
@@ -105,12 +109,18 @@ def _described(path: str | os.PathLike[str], kv_type: str) -> dict[str, Any]:
         placement = _placed(DeviceRequest(device="auto"), file, config, layout)
     finally:
         file.close()
+    encoder_bytes = 0
+    if encoders is not None:
+        from localinfer.loading.media import num_media_bytes
+
+        encoder_bytes = num_media_bytes(encoders)
     return {
         "context_length": min(config.context_length, USUAL_TOKENS),
         "summary": placement.describe(),
         "gpus": [_share(placement, number) for number in range(len(placement.gpus))],
         "cpu_expert_layers": placement.num_split_layers,
         "host_bytes": placement.host_bytes + placement.host_cache_bytes,
+        "encoder_bytes": encoder_bytes,
     }
 
 
@@ -131,7 +141,8 @@ def gpu_line(plan: dict[str, Any]) -> str:
     """The result of `describe_gpus` as one line."""
     if "reason" in plan:
         return f"on the CPU: {plan['reason']}"
-    return f"with a context of {plan['context_length']} tokens {plan['summary']}"
+    line = f"with a context of {plan['context_length']} tokens {plan['summary']}"
+    return f"{line}; {ENCODERS_ON_CPU}" if plan["encoder_bytes"] else line
 
 
 class HostPart(NamedTuple):
@@ -169,14 +180,14 @@ def host_budget(
     draft: HostPart,
     memory: MemoryLimits,
 ) -> KVBudget:
-    """Main memory for keys and values of a model on GPUs, and of its draft model.
+    """Main memory for keys and values of a model on GPUs, beside its encoders, and of its draft model.
 
     draft: of `draft_on_host`. Raises: OutOfMemoryError, with the figures and the ways out, if what is to be in main
     memory does not fit.
     """
-    if not placement.uses_cpu and not draft.num_bytes:
+    if not placement.uses_cpu and not draft.num_bytes and options.media_path is None:
         return KVBudget(0, options.kv_memory, options.kv_memory)
-    plan = plan_memory(file, config, kv_type=options.kv_type)
+    plan = options.with_media(plan_memory(file, config, kv_type=options.kv_type))
     most = check_host_part(plan, placement, memory, options.memory_limit, draft.num_bytes)
     drafts = options.kv_memory
     if options.memory_limit is not None and draft.kv_bytes:

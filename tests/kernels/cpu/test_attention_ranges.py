@@ -51,10 +51,13 @@ def picture_ranges() -> Ranges:
     return starts, ends
 
 
-def ranged_oracle(inputs: list[FloatArray], shape: AttentionShape, kv_type: str, ranges: Ranges) -> Float64Array:
+def ranged_oracle(
+    inputs: list[FloatArray], shape: AttentionShape, kv_type: str, ranges: Ranges, *, exact_queries: bool = False
+) -> Float64Array:
     key_type, value_type = parse_kv_type(kv_type)
     queries, keys, values = (part.astype(np.float64) for part in inputs)
-    queries = kept_query(queries, shape.key_size, key_type)
+    if not exact_queries:
+        queries = kept_query(queries, shape.key_size, key_type)
     keys, values = kept(keys, shape.key_size, key_type), kept(values, shape.value_size, value_type)
     rows = []
     for position, (query, first, end) in enumerate(zip(queries, *ranges, strict=True)):

@@ -20,6 +20,7 @@ pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cu
 
 from localinfer.kernels.cuda.attention import AttentionLaunches, FreshRows, HeadRotation, store_steps
 from localinfer.kernels.cuda.gemm import Shape
+from localinfer.kernels.cuda.media import MediaShape
 from localinfer.kernels.cuda.memory import DeviceMemory
 from tests.kernels.cuda.device import EmulatedDevice
 
@@ -43,8 +44,16 @@ class Cache:
         program.run(range(rows), [Segment(0, rows, addresses)])
         self.pages: NDArray[np.uint8] = np.concatenate(program._pages[: addresses.size])
 
-    def attend(self, runs: Sequence[range], capability: tuple[int, int] = (9, 0)) -> tuple[FloatArray, list[str]]:
-        """Attention of runs of positions, one segment each, and the kernels it took."""
+    def attend(
+        self,
+        runs: Sequence[range],
+        capability: tuple[int, int] = (9, 0),
+        ranges: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+    ) -> tuple[FloatArray, list[str]]:
+        """Attention of runs of positions, one segment each, and the kernels it took.
+
+        ranges: of every position the first that it sees, and the one after the last.
+        """
         device = EmulatedDevice()
         device.capability = capability
         shape = self.shape
@@ -63,8 +72,13 @@ class Cache:
         chunks = int(positions.max()) // 128 + 1
         sizes = tuple(len(run) for run in runs)
         ends = put(device, np.repeat([run[-1] for run in runs], sizes).astype(np.int64))
-        batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, sizes, last_positions=ends)
-        attention = AttentionLaunches(memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE)
+        media = None
+        if ranges is not None:
+            media = MediaShape(key_starts=put(device, ranges[0][positions]), key_ends=put(device, ranges[1][positions]))
+        batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, sizes, last_positions=ends, media=media)
+        attention = AttentionLaunches(
+            memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE, takes_ranges=ranges is not None
+        )
         device.run(list(attention.steps(batch, None)))
         found = np.empty((rows, width // 4), np.float32)
         device.read(out[0], found)

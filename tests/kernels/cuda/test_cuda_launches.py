@@ -3,6 +3,7 @@
 Weights are Q8_0 wherever they can be, so that products read quantized activations.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from localinfer.errors import ShapeError, UnsupportedFormatError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.layouts import Layout
 from localinfer.kernels.ops import OpGraph
-from localinfer.kernels.program import Batch, Segment
+from localinfer.kernels.program import Batch, MediaRows, Segment
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.text_head import write_text_model
@@ -167,6 +168,30 @@ def test_a_token_takes_so_many_launches(name: str, folder: Path) -> None:
             launches_of_a_token(name, folder)
         return
     assert len(launches_of_a_token(name, folder)) == LAUNCHES[name]
+
+
+@pytest.mark.parametrize("name", ["gemma3-gqa", "gemma4-e2b", "qwen2vl-gqa", "qwen3vl-gqa"])
+def test_words_take_the_launches_of_a_model_of_words_and_pictures_only_what_was_prepared(
+    name: str, folder: Path
+) -> None:
+    path = build_model(folder, name).path
+    config, found = read_config(path), []
+    for takes_media in (False, True):
+        device = RecordingDevice()
+        graph = write_decoder(replace(config, takes_media=takes_media), weights_of(path, device))
+        found.append([launches_of(graph, device, rows, 3) for rows in (1, 5, 40)])
+    assert found[0] == found[1]
+    layout, prepared = KVLayout("f16", graph.kv_layers), set(device.keys)
+    program = lower_to_cuda(graph, device, layout, max_batch_rows=64, max_output_rows=4, samples=False)
+    for rows in (1, 5, 40):
+        pages = np.array([device.allocate(layout.page_bytes)] * 2, np.int64)
+        media = MediaRows([(0, np.zeros((rows, graph.media_width), np.float32))], np.ones((rows, 3), np.int64))
+        ends = np.full(rows, rows) if graph.takes_ranges else None
+        device.launches.clear()
+        segment = Segment(0, rows, pages, media=media, key_ends=ends)
+        program.run(Batch(np.full(rows, -9, np.int32), [segment], np.zeros(1, np.int32)))
+        kernels = {launch.key for launch in device.launches}
+        assert kernels <= prepared and "rows.embed_media" in {kernel for kernel, _ in kernels}
 
 
 @pytest.mark.parametrize("name", cases_of_folders_alone())

@@ -173,6 +173,26 @@ def test_a_seed_draws_the_same_text_with_drafts_and_without(shared: Path) -> Non
     assert two_hundred_tokens(model, "cuda", temperature=0.8, seed=FRESH_SEED, speculation="auto") == alone
 
 
+@pytest.mark.parametrize("options", [{}, {"gpu_layers": 2}])
+def test_a_picture_is_answered_as_by_the_cpu_and_read_from_the_cache(tmp_path: Path, options: dict[str, Any]) -> None:
+    pytest.importorskip("PIL", reason="Pillow is an optional package")
+    import localinfer
+    from tests.support.seeing_model import picture_file, seeing_demo
+
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": picture_file(5)}, {"type": "text", "text": "What?"}]}
+    ]
+    found = []
+    for device in ("cpu", "cuda"):
+        chosen = options if device == "cuda" else {}
+        with localinfer.load(seeing_demo(tmp_path), device=device, speculation=None, disk_cache=False, **chosen) as llm:
+            replies = [llm.chat(messages, temperature=0, max_tokens=60) for _ in range(2)]
+            assert replies[0].token_ids == replies[1].token_ids
+            assert replies[1].stats.cached_tokens == replies[1].stats.prompt_tokens - 1
+            found.append(replies[0].token_ids)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("size", [512, 32003, 128256])
 def test_tokens_of_real_vocabularies_are_drawn_as_on_the_cpu(device: CudaDevice, size: int) -> None:
     from localinfer.kernels.cpu.sampling import RowSampler

@@ -16,11 +16,17 @@ from tests.kernels.random_weights import random_weights
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
-from tests.kernels.cuda import test_cuda_attention, test_cuda_draws, test_cuda_page_sums, test_cuda_tape
+from tests.kernels.cuda import (
+    test_cuda_attention,
+    test_cuda_draws,
+    test_cuda_media,
+    test_cuda_page_sums,
+    test_cuda_tape,
+)
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not has_driver(), reason="there is no NVIDIA driver here")]
 
-_MODULES = (test_cuda_attention, test_cuda_draws, test_cuda_page_sums, test_cuda_tape)
+_MODULES = (test_cuda_attention, test_cuda_draws, test_cuda_media, test_cuda_page_sums, test_cuda_tape)
 
 for _module in _MODULES:
     globals().update({name: thing for name, thing in vars(_module).items() if name.startswith("test_")})

@@ -27,7 +27,7 @@ from localinfer.kernels.ops import (
     Routing,
     Rows,
 )
-from localinfer.kernels.program import Batch, MediaRows, Segment
+from localinfer.kernels.program import Batch, Segment
 from localinfer.types import FloatArray
 from tests.kernels.cpu.tape_runs import random_rows
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
@@ -411,36 +411,6 @@ def test_positions_beyond_a_table_are_refused() -> None:
     ids = np.arange(3, dtype=np.int32)
     with pytest.raises(ContextLengthError, match="position 2"):
         program.run(Batch(ids, [Segment(0, 3, pages)], ids))
-
-
-def test_words_are_computed_where_pictures_are_refused_in_one_line() -> None:
-    def write(axes: NDArray[np.int64] | None) -> Callable[[GraphBuilder, Buffer, Linear], Buffer]:
-        def written(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
-            if axes is not None:
-                tape.embed_media(x)
-            queries = tape.buffer("queries", 32)
-            tape.add(queries, x, x, 0.0)
-            tape.rope(queries, RopeTable(np.array([1.0, 0.5, 0.25, 0.1]), Pairing.HALVES, axes=axes), 32)
-            tape.store_kv(0, x, x)
-            out = tape.buffer("out", 32)
-            tape.attention(out, queries, 0, AttentionShape(1, 1, 32, 32, 0.25), takes_ranges=axes is not None)
-            return out
-
-        return written
-
-    values, layout, found = random_rows(4, 32, 6), KVLayout("f32", LAYERS), []
-    ids = np.arange(4, dtype=np.int32)
-    for axes in (None, np.array([0, 1, 2, 0])):
-        device = EmulatedDevice()
-        program = lower_to_cuda(graph_of(values, write(axes), Weights(device)), device, layout, max_batch_rows=4)
-        segment = Segment(0, 4, np.array([device.allocate(layout.page_bytes)], np.int64))
-        found.append(program.run(Batch(ids, [segment], ids)).copy())
-    np.testing.assert_array_equal(found[0], found[1])
-    picture = replace(segment, media=MediaRows([(1, random_rows(1, 32, 7))]))
-    with pytest.raises(RequestError, match=r"words only, no pictures or sounds; load the model on the CPU"):
-        program.run(Batch(np.array([0, -5, 1, 2], np.int32), [picture], ids))
-    with pytest.raises(RequestError, match="which this program does not take"):
-        program.run(Batch(ids, [replace(segment, key_ends=np.full(4, 4))], ids))
 
 
 def test_an_op_of_the_cpu_alone_is_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from localinfer.engine.cache.block_pool import PagePool, default_kv_memory
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
-from localinfer.kernels.program import AbortableProgram, Batch, Segment
+from localinfer.kernels.program import AbortableProgram, Batch, MediaRows, Segment
 from localinfer.models.load.device_request import DeviceRequest
 from localinfer.models.load.loader import load_model
+from localinfer.models.load.programs import batch_rows_of
 from localinfer.types import FloatArray
-from tests.models.arch_models import build_text_model
-from tests.models.small_models import write_small_llama, write_small_mixture
+from tests.models.arch_models import build_text_model, normalized_error, read_config
+from tests.models.small_models import write_small_llama, write_small_mixture, write_small_seer
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cuda, which is not installed")
 
@@ -256,10 +257,41 @@ def test_a_model_without_experts_says_that_cpu_moe_does_nothing(
     assert "3 of 3 layers on the GPU: they need" in warnings.text
 
 
-def test_a_model_on_a_gpu_reads_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_small_llama(tmp_path / "small.gguf")
-    emulate_gpus(monkeypatch, ROOMY[:1])
-    for device, takes_media in (("cuda", False), ("cpu", True)):
-        model = load_model(path, threads=1, context_length=64, verify=False, takes_media=True, device=device)
-        assert (model.device, model.config.takes_media) == (device, takes_media)
-        model.close()
+def seen(path: Path, **options: Any) -> FloatArray:
+    """Logits of a word, a picture of a row of three and a word, in one batch and in two, which are the same."""
+    device = DeviceRequest(**options)
+    model = load_model(path, threads=1, context_length=64, verify=False, takes_media=True, device=device)
+    pool, found = PagePool(model.kv_layout), []
+    ids, width = np.array([7, -2, -3, -4, 5], np.int32), model.config.hidden_size * 3
+    rows = np.random.default_rng(2).standard_normal((3, width), np.float32)
+    axes = np.array([[0] * 3, [1] * 3, [1, 1, 2], [1, 1, 3], [4] * 3])
+    for ends in ([5], [2, 5]):
+        places, start = pool.addresses(pool.acquire(1)), 0
+        logits = []
+        for end in ends:
+            embedded = (max(1, start) - start, rows[max(1, start) - 1 : end - 1][:3])
+            segment = Segment(start, end - start, places, media=MediaRows([embedded], axes[start:end]))
+            taken = np.arange(end - start, dtype=np.int32)
+            logits.append(model.program.run(Batch(ids[start:end], [segment], taken)).copy())
+            start = end
+        found.append(np.concatenate(logits))
+    model.close()
+    np.testing.assert_array_equal(found[0], found[1])
+    return found[0]
+
+
+def test_pictures_are_read_by_every_part_as_by_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several parts one embeds, two add to what their layers give, and all turn by positions on axes."""
+    path = write_small_seer(tmp_path / "small.gguf")
+    one = seen(path, device="cuda:1")
+    np.testing.assert_array_equal(seen(path, device="cuda", tensor_split=[1, 1, 1]), one)
+    assert normalized_error(seen(path, device="cuda", gpu_layers=2, tensor_split=[1, 1]), one) <= 1e-6
+    on_cpu = seen(path, device="cpu")
+    assert normalized_error(one, on_cpu) <= 1e-6
+
+
+def test_a_batch_on_gpus_holds_the_largest_picture_that_is_seen_at_once(small: Path) -> None:
+    config = read_config(small)
+    assert batch_rows_of(config, 1024) == batch_rows_of(replace(config, takes_media=True), 1024) == 1024
+    seeing = replace(config, architecture="gemma4", takes_media=True)
+    assert batch_rows_of(seeing, 1024) == 1120
