@@ -5,22 +5,23 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localinfer.engine.media import Check, checked_lock
-from localinfer.errors import ContextLengthError, MissingPackageError, ModelFileError, RequestError
+from localinfer.errors import ContextLengthError, MissingPackageError, RequestError
 from localinfer.generation.chat.media_parts import CAPABILITIES, MediaKind
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.models.media.companion import find_companion
 from localinfer.models.media.encoder import MediaEncoder, read_mmproj
-from localinfer.models.media.folder_media import FolderMedia, folder_kinds, num_tower_bytes, open_folder_media
+from localinfer.models.media.folder_media import FolderMedia, open_folder_media
 from localinfer.models.media.mmproj import MediaConfig
-from localinfer.models.media.picture_layouts import count_rows, lay_out
+from localinfer.models.media.picture_layouts import count_rows, lay_out, outline
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.models.media.spectrograms import lay_out_sound
 from localinfer.quant.checkpoint.folder import open_folder
@@ -33,46 +34,72 @@ from localinfer.types import FloatArray, ProgressCallback
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
+    from localinfer.models.media.folder_processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
 
-def find_media(model: Path) -> Path | None:
-    """The mmproj file beside a model's file, or a Hugging Face folder itself; None for a model of text.
+_LARGEST_SIZES = ((1 << 13, 1 << 13), (1 << 16, 1 << 10), (1 << 10, 1 << 16), (64, 64))
+"""Pictures of which one takes the most that its family's rules allow: by area, by a side, or by being enlarged."""
+_SOUND_FRAMES = 3000
+"""Half a minute, of 10 ms a frame: longer sounds are encoded in parts by most models."""
 
-    Raises: ModelFileError for a model's file that cannot be read.
-    """
-    if model.is_dir():
-        try:
-            return model if media_kinds(model) else None
-        except ModelFileError as error:
-            # Its text runs, as it did before anyone asked for more.
-            logger.warning("%s reads text only: %s", model.name, error)
-            return None
+
+@dataclass(frozen=True)
+class MediaPlan:
+    """Encoders of a model, and the memory that they take."""
+
+    path: Path
+    """An mmproj file, or the model's folder."""
+    kinds: tuple[MediaKind, ...]
+    """Kinds that they read."""
+    weight_bytes: int
+    """Bytes of their weights."""
+    buffer_bytes: int
+    """Bytes of buffers for the largest picture, and for half a minute of sound; they stay once they are used."""
+
+
+def find_media(model: Path) -> Path | None:
+    """The mmproj file beside a model's file, None for a model of text. Raises: ModelFileError."""
     with read_gguf(model) as file:
         width = file.metadata.get(f"{file.metadata.get('general.architecture')}.embedding_length")
     return find_companion(model, width) if isinstance(width, int) else None
 
 
-def media_kinds(path: Path | None) -> tuple[MediaKind, ...]:
-    """Kinds of media that an mmproj file or a folder has encoders for. Raises: ModelFileError."""
-    if path is None:
-        return ()
-    if path.is_dir():
-        with open_folder(path) as folder:
-            sees, hears = folder_kinds(folder)
-        return _named_kinds(sees, hears)
-    with read_gguf(path) as file:
-        return _kinds(read_mmproj(file))
+def plan_media(path: Path) -> MediaPlan:
+    """Count what the encoders of an mmproj file or a folder take. Raises: ModelFileError."""
+    with ExitStack() as opened:
+        file: ModelFile
+        if path.is_dir():
+            folder = opened.enter_context(open_folder(path))
+            parts = open_folder_media(folder, None)
+            file, config, pictures = parts.file, parts.config, parts.pictures
+        else:
+            file = opened.enter_context(read_gguf(path))
+            config, pictures = read_mmproj(file), None
+        encoder = MediaEncoder(config, file, None)
+        patches = 0
+        for width, height in _LARGEST_SIZES if config.picture is not None else ():
+            sizes = _input_sizes(width, height, config, pictures)
+            patches = max([patches, *(encoder.num_patches(*size, is_tiled=is_tiled) for size, is_tiled in sizes)])
+        buffers = encoder.picture_bytes(patches) if patches else 0
+        if config.sound is not None:
+            buffers += encoder.sound_bytes(_SOUND_FRAMES)
+        return MediaPlan(path, _kinds(config), encoder.weight_bytes, buffers)
 
 
-def num_media_bytes(path: Path) -> int:
-    """Bytes that the weights of encoders take. Raises: ModelFileError."""
-    if not path.is_dir():
-        return path.stat().st_size
-    with suppress(ModelFileError), open_folder(path) as folder:
-        return num_tower_bytes(folder)
-    return 0
+def _input_sizes(
+    width: int, height: int, config: MediaConfig, pictures: "PictureProcessor | None"
+) -> list[tuple[tuple[int, int], bool]]:
+    """Width and height of each encoder input of a picture, and whether its tiles are one; none of a refused one."""
+    try:
+        if pictures is None:
+            outlined = outline(width, height, config)
+            return [((piece.width, piece.height), False) for piece in outlined if not isinstance(piece, str)]
+        cuts = pictures.plan(width, height)
+        return [(piece.size, piece.kept is not None) for piece in cuts if not isinstance(piece, str)]
+    except RequestError:
+        return []
 
 
 def open_media(path: Path, model: "Model", memory: Path | None, progress: ProgressCallback | None) -> "LoadedMedia":
@@ -149,7 +176,6 @@ class LoadedMedia:
     ) -> None:
         self.config = encoder.config
         self.kinds = _kinds(self.config)
-        self.width = encoder.width
         self._encoder = encoder
         self._folder = folder
         self.tokens: dict[MediaKind, str] = {}
@@ -164,6 +190,11 @@ class LoadedMedia:
         self._find_identity = identity
         self._identity: bytes | None = None
         self._has_token = has_token
+
+    @property
+    def width(self) -> int:
+        """Numbers of an embedding."""
+        return self._encoder.width
 
     @property
     def identity(self) -> bytes:

@@ -1,5 +1,6 @@
 """Checks of the options of `localinfer.load`, together, before any file is read."""
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -29,12 +30,15 @@ from localinfer.system.machine_limits import MemoryLimits
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.worker_threads import Priority
+    from localinfer.loading.media import MediaPlan
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.decoder.rope_options import RopeOptions
     from localinfer.models.load.model_changes import ModelChanges
     from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.prompt_cache import DiskOptions
 
+
+logger = logging.getLogger(__name__)
 
 REFUSED_BY_GPUS = (BackendUnavailableError, OutOfMemoryError, UnsupportedFormatError)
 """Errors after which a draft model is computed on the CPU, whatever its target was asked for."""
@@ -50,10 +54,15 @@ class ModelOptions(HeaderOptions):
     """The draft model."""
     assistant: Path | None = None
     """The same, if it drafts from the model's own cache."""
-    media_path: Path | None = None
-    """The file of the encoders for pictures and sounds."""
+    media: "MediaPlan | None" = None
+    """The encoders for pictures and sounds."""
     changes: "ModelChanges"
     """Settings in place of the file's."""
+
+    @property
+    def media_path(self) -> Path | None:
+        """The file of the encoders."""
+        return None if self.media is None else self.media.path
 
     @property
     def gpus(self) -> tuple[int, ...] | None:
@@ -96,7 +105,7 @@ class ModelOptions(HeaderOptions):
         """Memory of the open model on the CPU with its draft model. Raises: ModelFileError and below, RequestError."""
         plan = plan_memory(
             file,
-            config,
+            replace(config, takes_media=self.media is not None),
             kv_type=self.kv_type,
             draft_layers=self.has_draft_layers,
             assistant=self.assistant,
@@ -118,11 +127,7 @@ class ModelOptions(HeaderOptions):
 
     def with_media(self, plan: MemoryPlan) -> MemoryPlan:
         """A plan with the encoders of pictures and sounds, which are in main memory."""
-        if self.media_path is None:
-            return plan
-        from localinfer.loading.media import num_media_bytes
-
-        return replace(plan, media_bytes=num_media_bytes(self.media_path))
+        return plan if self.media is None else plan.with_media(self.media.weight_bytes, self.media.buffer_bytes)
 
     def _beside_draft(self, plan: MemoryPlan) -> MemoryPlan:
         if self.separate_draft is None:
@@ -223,7 +228,7 @@ def check_model_options(options: HeaderOptions) -> ModelOptions:
         path=path,
         draft_path=draft_path,
         assistant=assistant,
-        media_path=media_path_of(options.mmproj, path),
+        media=find_encoders(options.mmproj, path),
         changes=changes,
     )
 
@@ -231,8 +236,31 @@ def check_model_options(options: HeaderOptions) -> ModelOptions:
 _MAX_CONFIG_BYTES = 1 << 24
 
 
+def find_encoders(mmproj: object, model: Path) -> "MediaPlan | None":
+    """The encoders of a model by the option `mmproj`, None for none; of a folder whose towers do not run, in a warning.
+
+    Raises: RequestError, ModelFileError.
+    """
+    path = media_path_of(mmproj, model)
+    if path is None:
+        return None
+    from localinfer.loading.media import plan_media
+
+    try:
+        return plan_media(path)
+    except ModelFileError as error:
+        if not path.is_dir():
+            raise
+        # Its text runs, as it did before anyone asked for more.
+        logger.warning("%s reads text only: %s", model.name, error)
+        return None
+
+
 def media_path_of(mmproj: object, model: Path) -> Path | None:
-    """The file of a model's encoders by the option `mmproj`, None for none. Raises: RequestError, ModelFileError."""
+    """The mmproj file of a model by the option `mmproj`, or its folder with towers; None for none.
+
+    Raises: RequestError, ModelFileError.
+    """
     if isinstance(mmproj, str) and mmproj == "off":
         return None
     if not isinstance(mmproj, str) or mmproj != "auto":
@@ -243,7 +271,9 @@ def media_path_of(mmproj: object, model: Path) -> Path | None:
             )
         return given
     # Most models have none, and finding one imports more and reads headers.
-    if not (_has_towers(model) if model.is_dir() else _has_mmproj(model.parent) or _has_mmproj(model.parent.parent)):
+    if model.is_dir():
+        return model if _has_towers(model) else None
+    if not (_has_mmproj(model.parent) or _has_mmproj(model.parent.parent)):
         return None
     from localinfer.loading.media import find_media
 

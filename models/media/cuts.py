@@ -50,6 +50,16 @@ class Cut:
     marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Numbers of the encoder's marks before and behind it, whose rows count as its own."""
 
+    @property
+    def size(self) -> Size:
+        """Width and height of the input."""
+        if self.tile is not None:
+            return self.tile[2:]
+        if self.canvas is not None:
+            return self.canvas.size
+        assert self.resizes or self.part is not None, "an input is of a size that its family gives"
+        return self.resizes[-1] if self.resizes else self.part[2:]  # type: ignore[index]
+
 
 Plan = Callable[[int, int, int], tuple[str | Cut, ...]]
 """The pieces of a picture of a width and height, the first of a prompt being number 0."""

@@ -76,6 +76,10 @@ class MediaEncoder:
         """Bytes of buffers while a picture of so many patches is encoded; they stay until `close`."""
         return 0 if self._pictures is None else self._pictures.num_bytes(num_patches)
 
+    def num_patches(self, width: int, height: int, *, is_tiled: bool = False) -> int:
+        """Patches that are encoded at once of an input of this size; is_tiled: its tiles are one input."""
+        return 0 if self._pictures is None else self._pictures.num_patches(width, height, is_tiled=is_tiled)
+
     def sound_bytes(self, num_frames: int) -> int:
         """Bytes of buffers while a stretch of so many frames of sound is encoded; they stay until `close`."""
         return 0 if self._sounds is None else self._sounds.num_bytes(num_frames)

@@ -56,24 +56,6 @@ class FolderMedia:
     """Everything that the folder says of its processors."""
 
 
-def folder_kinds(folder: JsonFolder) -> tuple[bool, bool]:
-    """Return whether a folder's family sees here, and whether it hears; nothing but its settings is read.
-
-    Raises: UnsupportedFormatError, on one line, for a family that does neither; CorruptFileError for damaged settings.
-    """
-    seeing, hearing = _checked_families(folder, read_processor_settings(folder), takes_whole_prompts=False)
-    return seeing is not None, hearing is not None
-
-
-def num_tower_bytes(folder: CheckpointFolder) -> int:
-    """Bytes of the tensors of a folder's towers, as they are stored."""
-    settings = read_processor_settings(folder)
-    seeing, hearing = _families(settings)
-    towers = [] if seeing is None else [seeing.names(settings, vision_settings(settings, seeing))]
-    towers += [] if hearing is None else [hearing.names]
-    return TowerFile(folder, towers).num_bytes if towers else 0
-
-
 def _families(settings: ProcessorSettings) -> tuple[TowerFamily | None, SoundTowerFamily | None]:
     """The families of a folder's towers."""
     name = family_name(settings)
@@ -109,13 +91,13 @@ def _checked_families(
 
 
 def open_folder_media(
-    folder: CheckpointFolder, token_id: TokenId, *, has_mrope: bool = False, takes_whole_prompts: bool = False
+    folder: CheckpointFolder, token_id: TokenId | None, *, has_mrope: bool = False, takes_whole_prompts: bool = False
 ) -> FolderMedia:
     """Read a folder's processors and towers; the folder stays the caller's, who keeps it open while weights are read.
 
-    token_id: of the tokenizer. takes_whole_prompts: the caller lets all of a prompt with pictures see itself in both
-    directions, as PaliGemma does. Raises: UnsupportedFormatError, on one line, for a family that neither sees nor hears
-    here; CorruptFileError naming a setting or tensor.
+    token_id: of the tokenizer; None for a plan, which reads no rows. takes_whole_prompts: the caller lets all of a
+    prompt with pictures see itself in both directions, as PaliGemma does. Raises: UnsupportedFormatError, on one line,
+    for a family that neither sees nor hears here; CorruptFileError naming a setting or tensor.
     """
     settings = read_processor_settings(folder)
     seeing, hearing = _checked_families(folder, settings, takes_whole_prompts=takes_whole_prompts)
@@ -126,7 +108,8 @@ def open_folder_media(
         vision = vision_settings(settings, seeing)
         towers.append(seeing.names(settings, vision))
         extra |= {target: (_embedding(folder), _row(token, token_id)) for target, token in seeing.extra.items()}
-        _check_marks(settings, seeing, token_id)
+        if token_id is not None:
+            _check_marks(settings, seeing, token_id)
     if hearing is not None:
         towers.append(hearing.names)
         made |= made_positions(hearing, sound_settings(settings, hearing))
@@ -162,9 +145,9 @@ def _check_marks(settings: ProcessorSettings, family: TowerFamily, token_id: Tok
         raise settings.config.unsupported(key, f"the tokenizer's numbers of {', '.join(tokens)}")
 
 
-def _row(token: str, token_id: TokenId) -> Change:
+def _row(token: str, token_id: TokenId | None) -> Change:
     """The row of a token."""
-    number = token_id(token)
+    number = 0 if token_id is None else token_id(token)
     if number is None:
         raise UnsupportedFormatError(
             f"the tokenizer has no {token}, whose embedding stands between the rows of a picture; its text runs. "

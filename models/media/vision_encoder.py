@@ -93,10 +93,19 @@ class VisionEncoder:
         counts = {id(self._projector): joined, id(self._later): num_patches // 4}
         return buffer_bytes([(graph, max(counts.get(id(graph), num_patches), 1)) for graph in self.graphs])
 
+    @property
+    def _side(self) -> int:
+        """Pixels across a patch."""
+        return self._config.patch_size * (self._config.merge if self._config.projector == "gemma4uv" else 1)
+
+    def num_patches(self, width: int, height: int, *, is_tiled: bool = False) -> int:
+        """Patches that are encoded at once of a picture of this size; is_tiled: its tiles are one input."""
+        width, height = (self._config.image_size,) * 2 if is_tiled else (width, height)
+        return (width // self._side) * (height // self._side)
+
     def encode(self, pixels: NDArray[np.uint8]) -> FloatArray:
         """Embeddings float32[rows, width] of a picture uint8[height, width, 3] whose sides are whole patches."""
-        config = self._config
-        side = config.patch_size * (config.merge if config.projector == "gemma4uv" else 1)
+        side = self._side
         grid = pixels.shape[0] // side, pixels.shape[1] // side
         if min(grid) < 1 or pixels.shape != (grid[0] * side, grid[1] * side, 3) or pixels.dtype != np.uint8:
             raise RequestError(

@@ -9,6 +9,7 @@ import pytest
 import localinfer
 from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.generation.media import MediaReader
+from localinfer.loading.media import plan_media
 from tests.models.media.fixtures import SEED, answers, builder, skeletons
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is an optional package")
@@ -64,6 +65,8 @@ def test_logits_are_those_of_the_peer(name: str, tmp_path: Path) -> None:
     builder().write(family["mmproj"], tmp_path / f"mmproj-{name}.gguf", SEED)
     with localinfer.load(tmp_path / f"{name}.gguf", threads=1, kv_type="f32", disk_cache=False) as llm:
         assert llm._media is not None
+        plan = plan_media(tmp_path / f"mmproj-{name}.gguf")
+        assert plan.kinds == llm._media.kinds and plan.weight_bytes == llm._media._encoder.weight_bytes
         tokenizer = llm.tokenizer
         reader = MediaReader(llm._media, tokenizer)
         for case in cases(name):

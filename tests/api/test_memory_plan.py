@@ -14,6 +14,7 @@ from localinfer.engine.cache.block_pool import context_bytes, default_kv_memory
 from localinfer.engine.media import DEFAULT_EMBEDDING_BYTES
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
+from localinfer.loading.media import plan_media
 from localinfer.loading.memory.plan import KV_SHARE, MemoryPlan, check_fits, choose_context, plan_file, plan_memory
 from localinfer.loading.memory.report import describe_memory, memory_lines
 from localinfer.models import demo
@@ -29,6 +30,7 @@ from tests.models.small_models import write_small_llama
 from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.support.limits import seconds
 from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
+from tests.support.seeing_model import seeing_demo
 
 DEMO = Path(demo.__file__).parent / "demo-f16.gguf"
 MB = 10**6
@@ -262,6 +264,43 @@ def test_embeddings_of_pictures_count_for_models_that_take_some() -> None:
     file.close()
     assert pictures.growth_bytes(1024) - words.growth_bytes(1024) == DEFAULT_EMBEDDING_BYTES
     assert pictures.fixed_bytes == words.fixed_bytes
+
+
+def test_encoders_and_the_buffers_of_the_largest_picture_count(tmp_path: Path, caplog) -> None:
+    words = plan_of(tmp_path)
+    pictures = words.with_media(20 * MB, 40 * MB)
+    assert pictures.fixed_bytes == words.fixed_bytes + 60 * MB
+    memory = limits(words.fixed_bytes + 68 * MB)
+    # A context that was not asked for is made smaller; one that was, and fits beside words only, is refused in words.
+    with caplog.at_level(logging.WARNING):
+        whole, reduced = choose_context(words, None, memory), choose_context(pictures, None, memory)
+    assert 0 < reduced < whole
+    asked = words.largest_loadable(memory)
+    check_fits(words, asked, memory)
+    with pytest.raises(OutOfMemoryError, match=r'60 MB of it for pictures.*mmproj "off", with which it .* fits'):
+        check_fits(pictures, asked, memory)
+    for plan, parts in ((pictures, (True, False)), (words, (False, False))):
+        with pytest.raises(OutOfMemoryError) as caught:
+            check_fits(plan, 100_000, limits(words.fixed_bytes))
+        assert tuple(part in str(caught.value) for part in ("for pictures", "mmproj")) == parts
+
+
+def test_availability_and_report_count_encoders(tmp_path: Path) -> None:
+    path = seeing_demo(tmp_path)
+    plan = plan_media(tmp_path / "mmproj-demo-f16.gguf")
+    assert plan.kinds == ("image",) and plan.weight_bytes > 0 and plan.buffer_bytes > 0
+    found = [localinfer.availability(path, mmproj=mmproj).memory_bytes for mmproj in ("auto", "off")]
+    assert None not in found and found[0] - found[1] >= plan.weight_bytes + plan.buffer_bytes  # type: ignore[operator]
+    seen, blind = describe_memory(path, limits(16_000 * MB), plan), describe_memory(path, limits(16_000 * MB))
+    assert seen["encoder_bytes"] == {"weights": plan.weight_bytes, "buffers": plan.buffer_bytes}
+    totals = [one["contexts"][0]["total_bytes"]["f16"] for one in (seen, blind)]
+    assert totals[0] - totals[1] == plan.weight_bytes + plan.buffer_bytes
+    assert "for the largest picture" in "\n".join(memory_lines(seen))
+    assert "picture" not in "\n".join(memory_lines(blind))
+    damaged = tmp_path / "mmproj-damaged.gguf"
+    damaged.write_bytes(b"GGUF")
+    refused = localinfer.availability(path, mmproj=damaged)
+    assert not refused.supported and "mmproj-damaged.gguf" in str(refused.reason)
 
 
 def test_a_batch_holds_the_largest_picture_whose_rows_see_each_other(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from localinfer.terminal import neutralise_controls
 
 if TYPE_CHECKING:
     from localinfer.apps.show.verify import Verification
+    from localinfer.loading.media import MediaPlan
     from localinfer.models.checkpoint.model import CheckpointModel
 
 LONGEST_ARRAY = 16
@@ -111,6 +112,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
         version = file.version if isinstance(file, GGUFFile) else None
         stored_bytes = file.num_bytes if version is None else sum(tensor.num_bytes for tensor in tensors)
         architecture = _string(metadata, "general.architecture") or "unknown"
+        encoders, plan = _encoders(file, architecture)
         return FileDescription(
             path=str(file.path),
             num_parts=sum(path.suffix != ".json" for path in file.paths),
@@ -132,25 +134,31 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
             ],
             stored_as=_stored_as(file),
             drafts_for=OF_ANOTHER_CACHE.get(architecture),
-            memory=describe_memory(path),
+            memory=describe_memory(path, media=plan),
             gpus=describe_gpus(path),
             program=_program(file) if ops else None,
             sampling=file_sampling(metadata, name=file.path.name),
-            encoders=_encoders(file, architecture),
+            encoders=encoders,
         )
 
 
-def _encoders(file: "GGUFFile | CheckpointModel", architecture: str) -> dict[str, Any] | None:
-    from localinfer.loading.media import media_kinds
+def _encoders(
+    file: "GGUFFile | CheckpointModel", architecture: str
+) -> "tuple[dict[str, Any] | None, MediaPlan | None]":
+    """The field `encoders` of a description, and what they take."""
+    from localinfer.loading.media import plan_media
     from localinfer.loading.options import media_path_of
 
     path = file.path if architecture == "clip" else media_path_of("auto", file.path)
     if path is None:
-        return None
+        return None, None
     try:
-        return {"file": path.name, "reads": ["pictures" if kind == "image" else "sounds" for kind in media_kinds(path)]}
+        plan = plan_media(path)
     except ModelFileError as error:
-        return {"file": path.name, "reads": [], "problem": str(error)}
+        return {"file": path.name, "reads": [], "problem": str(error)}, None
+    reads = ["pictures" if kind == "image" else "sounds" for kind in plan.kinds]
+    sizes = {"weight_bytes": plan.weight_bytes, "buffer_bytes": plan.buffer_bytes}
+    return {"file": path.name, "reads": reads, **sizes}, plan
 
 
 def _program(file: "GGUFFile | CheckpointModel") -> dict[str, Any]:

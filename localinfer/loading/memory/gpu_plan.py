@@ -10,7 +10,7 @@ from localinfer.errors import BackendUnavailableError, LocalinferError, OutOfMem
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.loading.memory.limit import KVBudget, check_host_part
 from localinfer.loading.memory.plan import plan_memory
-from localinfer.loading.options import REFUSED_BY_GPUS, ModelOptions, media_path_of
+from localinfer.loading.options import REFUSED_BY_GPUS, ModelOptions, find_encoders
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.load.device_request import (
@@ -100,7 +100,7 @@ def _layout(config: ModelConfig, kv_type: str) -> KVLayout:
 def _described(path: str | os.PathLike[str], kv_type: str) -> dict[str, Any]:
     file = open_model_file(path)
     try:
-        encoders = media_path_of("auto", file.path)
+        encoders = find_encoders("auto", file.path)
         config = replace(read_config(file), takes_media=encoders is not None)
         layout = _layout(config, kv_type)
         reason = cpu_only(config, layout)
@@ -109,18 +109,13 @@ def _described(path: str | os.PathLike[str], kv_type: str) -> dict[str, Any]:
         placement = _placed(DeviceRequest(device="auto"), file, config, layout)
     finally:
         file.close()
-    encoder_bytes = 0
-    if encoders is not None:
-        from localinfer.loading.media import num_media_bytes
-
-        encoder_bytes = num_media_bytes(encoders)
     return {
         "context_length": min(config.context_length, USUAL_TOKENS),
         "summary": placement.describe(),
         "gpus": [_share(placement, number) for number in range(len(placement.gpus))],
         "cpu_expert_layers": placement.num_split_layers,
         "host_bytes": placement.host_bytes + placement.host_cache_bytes,
-        "encoder_bytes": encoder_bytes,
+        "encoder_bytes": 0 if encoders is None else encoders.weight_bytes + encoders.buffer_bytes,
     }
 
 

@@ -71,7 +71,7 @@ def check_host_part(
     placement: what of the model stays on the CPU. limit: `memory_limit` of `load`. draft_bytes: of a draft model there.
     Raises: OutOfMemoryError, with the figures and the ways out, if that does not fit.
     """
-    fixed = placement.host_bytes + plan.scratch_bytes + plan.media_bytes + draft_bytes
+    fixed = placement.host_bytes + plan.scratch_bytes + plan.encoder_bytes + draft_bytes
     cache = placement.host_cache_bytes
     room = memory.most_bytes if limit is None else min(limit, memory.most_bytes)
     if fixed + cache > room:
@@ -79,8 +79,8 @@ def check_host_part(
         parts = f"{byte_text(placement.host_bytes)} for weights"
         if placement.num_split_layers:
             parts += ", experts among them"
-        if plan.media_bytes:
-            parts += f", {byte_text(plan.media_bytes)} for encoders of pictures and sounds"
+        if plan.encoder_bytes:
+            parts += f", {byte_text(plan.encoder_bytes)} for encoders of pictures and sounds"
         if draft_bytes:
             parts += f", {byte_text(draft_bytes)} for the draft model"
         raise OutOfMemoryError(

@@ -144,14 +144,16 @@ class MemoryPlan:
     partial_bytes: int = 0
     """Addition by attention for each chunk of positions."""
     media_bytes: int = 0
-    """Encoders of pictures and sounds."""
+    """Weights of the encoders of pictures and sounds."""
+    media_buffer_bytes: int = 0
+    """Buffers of the encoders, for the largest picture."""
     kv_tokens: int | None = None
     """Most positions of a text whose keys and values are held, where it evicts some; None for all of them."""
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes whatever the context, without keys, values and recurrent states."""
-        own = self.weight_bytes + self.scratch_bytes + self.media_bytes
+        own = self.weight_bytes + self.scratch_bytes + self.encoder_bytes
         return own if self.beside is None else own + self.beside.fixed_bytes
 
     def growth_bytes(self, context_length: int) -> int:
@@ -164,6 +166,15 @@ class MemoryPlan:
     def all_weight_bytes(self) -> int:
         """Bytes of weights, with those of a draft model and of encoders."""
         return self.weight_bytes + self.media_bytes + (0 if self.beside is None else self.beside.weight_bytes)
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of encoders of pictures and sounds, in main memory wherever the model is."""
+        return self.media_bytes + self.media_buffer_bytes
+
+    def with_media(self, weight_bytes: int, buffer_bytes: int) -> "MemoryPlan":
+        """The plan with encoders of pictures and sounds."""
+        return replace(self, media_bytes=weight_bytes, media_buffer_bytes=buffer_bytes)
 
     def kv_layout(self, context_length: int, kv_type: str | None = None) -> KVLayout:
         """The layout that a model loaded with this context has: windows shorter than it are stored apart."""
@@ -369,10 +380,17 @@ def check_fits(plan: MemoryPlan, context_length: int, memory: MemoryLimits, kv_b
     found = (
         f"{plan.name} needs {byte_text(plan.fixed_bytes + kv)} of memory for a context of {context_length} tokens "
         f"({byte_text(plan.all_weight_bytes)} for weights, {byte_text(kv)} for keys and values as {plan.kv_type}, "
-        f"{byte_text(plan.fixed_bytes - plan.all_weight_bytes)} for buffers), and {memory.describe()}"
+        f"{byte_text(plan.fixed_bytes - plan.all_weight_bytes)} for buffers{_encoders(plan)}), and {memory.describe()}"
     )
     ways = [*_smaller_contexts(plan, context_length, memory)] or [_smaller_model(plan, memory)]
+    if plan.media_bytes and plan.with_media(0, 0).largest_loadable(memory, most=context_length) == context_length:
+        ways.append('take mmproj "off", with which it reads text only and fits')
     raise OutOfMemoryError(f"{found}; {', or '.join(ways)}")
+
+
+def _encoders(plan: MemoryPlan) -> str:
+    """The part of encoders in what was counted, as a clause; empty if there are none."""
+    return f", {byte_text(plan.encoder_bytes)} of it for pictures" if plan.media_bytes else ""
 
 
 def _smaller_contexts(plan: MemoryPlan, wanted: int, memory: MemoryLimits) -> Sequence[str]:

@@ -2,19 +2,25 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localinfer.errors import LocalinferError
 from localinfer.system.machine_limits import MemoryLimits, memory_limits
+
+if TYPE_CHECKING:
+    from localinfer.loading.media import MediaPlan
 
 _CONTEXTS = (4096, 8192, 32768)
 KV_TYPES = ("f16", "q8_0")
 
 
-def describe_memory(path: str | os.PathLike[str], limits: MemoryLimits | None = None) -> dict[str, Any]:
+def describe_memory(
+    path: str | os.PathLike[str], limits: MemoryLimits | None = None, media: "MediaPlan | None" = None
+) -> dict[str, Any]:
     """Bytes of a model's weights, buffers, keys and values by context length, and the largest contexts that fit.
 
-    limits: memory of the machine; None asks it. A model that cannot be planned has only "unknown", the reason.
+    limits: memory of the machine; None asks it. media: its encoders. A model that cannot be planned has only "unknown",
+    the reason.
     """
     from localinfer.kernels.address_space import require_libraries
 
@@ -23,6 +29,8 @@ def describe_memory(path: str | os.PathLike[str], limits: MemoryLimits | None = 
         from localinfer.loading.memory.plan import plan_file
 
         plan = plan_file(path, draft_layers=True)
+        if media is not None:
+            plan = plan.with_media(media.weight_bytes, media.buffer_bytes)
     except LocalinferError as error:
         return {"unknown": str(error)}
     limits = memory_limits() if limits is None else limits
@@ -30,6 +38,7 @@ def describe_memory(path: str | os.PathLike[str], limits: MemoryLimits | None = 
     return {
         "weight_bytes": plan.weight_bytes,
         "buffer_bytes": plan.scratch_bytes,
+        "encoder_bytes": {"weights": plan.media_bytes, "buffers": plan.media_buffer_bytes},
         "contexts": [
             {
                 "context_length": length,
@@ -51,6 +60,8 @@ def memory_lines(memory: Mapping[str, Any]) -> Iterator[str]:
         yield f"  not known: {memory['unknown']}"
         return
     yield f"  weights {_size(memory['weight_bytes'])}, buffers {_size(memory['buffer_bytes'])}"
+    if (encoders := memory["encoder_bytes"])["weights"]:
+        yield f"  encoders {_size(encoders['weights'])}, and for the largest picture {_size(encoders['buffers'])}"
     heads = [f"{name} {kv_type}" for kv_type in KV_TYPES for name in ("KV", "in all")]
     yield f"  {'context':>9}" + "".join(f"{head:>14}" for head in heads)
     for row in memory["contexts"]:

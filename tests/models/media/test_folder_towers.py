@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.loading.media import plan_media
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.encoder import MediaEncoder
 from localinfer.models.media.folder_media import FolderMedia, open_folder_media
@@ -54,10 +55,13 @@ def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
 @pytest.mark.parametrize("name", SEE)
 def test_embeddings_are_the_references(media_folders: MediaFolders, pool: ThreadPool, name: str) -> None:
     reference = media_folders.reference(name)
+    # Whole prompts that see themselves are no prompts here.
+    plan = None if name in ("paligemma", "colpali") else plan_media(media_folders.path(name))
     with open_folder(media_folders.path(name)) as folder:
         media = _open(folder)
         assert media.pictures is not None
         encoder = MediaEncoder(media.config, media.file, pool)
+        assert plan is None or plan.weight_bytes == encoder.weight_bytes
         for label, numbers in (("one", (0,)), ("two", (1, 2))):
             if f"{label}.image_embeddings" not in reference:
                 continue
@@ -77,6 +81,10 @@ def test_embeddings_are_the_references(media_folders: MediaFolders, pool: Thread
             wanted = [reference[f"{label}.image_embeddings"].reshape(-1, 64)]
             wanted += [reference[key] for part in range(8) if (key := f"{label}.image_deepstack{part}") in reference]
             assert joined.shape[1] == encoder.width == 64 * len(wanted)
+            if plan is not None:
+                sizes = [(*entry.values.shape[1::-1], entry.kept is not None) for entry in inputs]
+                patches = [encoder.num_patches(width, height, is_tiled=tiled) for width, height, tiled in sizes]
+                assert min(patches) > 0 and encoder.picture_bytes(max(patches)) <= plan.buffer_bytes
             assert _error(joined, np.concatenate(wanted, axis=1)) < 1e-6
         encoder.close()
 

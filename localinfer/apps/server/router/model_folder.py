@@ -97,7 +97,7 @@ def measure_need(
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
     from localinfer.loading.memory.plan import plan_file, plan_memory
-    from localinfer.loading.options import media_path_of
+    from localinfer.loading.options import find_encoders
     from localinfer.models.load.assistant import is_assistant
     from localinfer.models.load.loader import capabilities, open_model_file
 
@@ -107,14 +107,13 @@ def measure_need(
         plan = plan_memory(file, kv_type=kv_type, draft_layers=draft is None, assistant=assistant, changes=changes)
         if draft is not None and assistant is None:
             plan = replace(plan, beside=plan_file(draft, kv_type=kv_type))
-        encoders = media_path_of(mmproj, Path(path))
+        encoders = find_encoders(mmproj, Path(path))
         media: tuple[str, ...] = ()
         if encoders is not None:
             from localinfer.generation.chat.media_parts import CAPABILITIES
-            from localinfer.loading.media import media_kinds, num_media_bytes
 
-            plan = replace(plan, media_bytes=num_media_bytes(encoders))
-            media = tuple(CAPABILITIES[kind] for kind in media_kinds(encoders))
+            plan = plan.with_media(encoders.weight_bytes, encoders.buffer_bytes)
+            media = tuple(CAPABILITIES[kind] for kind in encoders.kinds)
         longest = max(plan.config.context_length, context_length or 0)
         layouts = [one.kv_layout(longest) for one in (plan, plan.beside) if one is not None]
         per_token = sum(-(-layout.page_bytes // layout.page_tokens) for layout in layouts)
