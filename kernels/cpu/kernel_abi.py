@@ -78,6 +78,8 @@ SUMMED_ROWS = 8
 KIND_F32, KIND_F16, KIND_Q8_0, KIND_Q4_0 = range(4)
 """Types of the keys and values that are stored."""
 MAX_VALUE_SIZE = 1024
+MOST_LANE_COLUMNS = 512
+"""Of a head's keys, and of its values, where sixteen queries are computed side by side."""
 MAX_QUERIES_PER_UNIT = 4096
 SPLIT_ROWS = 8
 """Batches of up to this many rows are also split by chunks, so that few KV heads keep many threads busy."""

@@ -94,21 +94,34 @@ def _attention(tape: CpuTape, op: ops.Attention) -> None:
     words |= {"sinks": tape.memory.constant(shape.sinks), "slopes": tape.memory.constant(shape.alibi_slopes)}
     tape.partial_bytes = max(tape.partial_bytes, partial_bytes(layout, layer, shape))
     seen = shape.window or shape.chunk if op.chosen is None else op.chosen.count * op.chosen.block_size
+    kernels = ("attention_lanes.attention", "attention_lanes.attention_of_ranges")
+    calls = {}
+    if not _goes_by_lanes(tape, op):
+        kernels = ("attention.attention", "attention_ranges.attention")
+        calls = {parameters.ATTENTION.fields.index(word): kernel for word, kernel in called_kernels(layout).items()}
     cost = OpCost(
-        "attention.attention", kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
+        kernels[0], kv_bytes=shape.num_kv_heads * layout.head(layer).num_bytes // layout.page_tokens,
         kv_multiply_adds=shape.num_heads * (shape.key_size + shape.value_size), window=seen,
     )  # fmt: skip
-    calls = {parameters.ATTENTION.fields.index(word): kernel for word, kernel in called_kernels(layout).items()}
     about = _about_attention(tape, layer, shape)
     block = parameters.ATTENTION.pack(**words)
     if op.takes_ranges:
-        tape.ranged_kernels[len(tape.kernels)] = Kernel("attention_ranges.attention")
-    tape.add("attention.attention", block, writes=op.out, cost=cost, calls=calls, about=about)
+        tape.ranged_kernels[len(tape.kernels)] = Kernel(kernels[1])
+    tape.add(kernels[0], block, writes=op.out, cost=cost, calls=calls, about=about)
     if tape.attention_sums is not None:
         _, heads, pages = tape.attention_sums.shape
         work = tape.memory.shared("attention sums", tape.pool.max_threads * 64 * pages)
         words |= {"sums": address(tape.attention_sums), "sums_heads": heads, "sums_pages": pages, "work": work}
         tape.add("attention.attention_sums", parameters.ATTENTION_SUMS.pack(**words), calls=calls, about=about)
+
+
+def _goes_by_lanes(tape: CpuTape, op: ops.Attention) -> bool:
+    """True for attention of an encoder, whose queries are computed side by side: each head has keys of its own."""
+    shape, kinds = op.shape, (tape.kv_layout.key_type, tape.kv_layout.value_type)
+    is_plain = not shape.softcap and not shape.window and shape.sinks is None and shape.alibi_slopes is None
+    has_room = max(shape.key_size, shape.value_size) <= kernel_abi.MOST_LANE_COLUMNS
+    is_alone = shape.num_heads == shape.num_kv_heads and op.relative is None and tape.attention_sums is None
+    return shape.bidirectional and kinds == ("f32", "f32") and is_plain and has_room and is_alone
 
 
 def _relative(tape: CpuTape, relative: Relative) -> dict[str, int]:

@@ -37,10 +37,14 @@ def products() -> str:
 
 
 def cached() -> str:
-    """Attention over cached numbers, and over codes, with a norm and activations."""
+    """Attention over cached numbers, over codes, and of an encoder, with a norm and activations."""
     pool, result = ThreadPool(1), hashlib.sha256()
-    for kv_type in ("f16", "q8_0/q4_0"):
-        found = _attention(pool, AttentionShape(3, 1, 80, 40, 0.3, softcap=3.0), kv_type)
+    shape, both_ways = (
+        AttentionShape(3, 1, 80, 40, 0.3, softcap=3.0),
+        AttentionShape(3, 3, 20, 37, 0.3, bidirectional=True),
+    )
+    for one, kv_type in ((shape, "f16"), (shape, "q8_0/q4_0"), (both_ways, "f32")):
+        found = _attention(pool, one, kv_type)
         assert_same_bits(found, found)
         result.update(found.tobytes())
     return result.hexdigest()
@@ -58,9 +62,10 @@ def _attention(pool: ThreadPool, shape: AttentionShape, kv_type: str) -> FloatAr
         tape.gated_activation(out, out, out, Activation.SILU, 0.5)
         return out
 
-    widths = [shape.num_heads * shape.key_size, shape.key_size, shape.value_size]
+    kv_heads, sizes = shape.num_kv_heads, (shape.key_size, shape.value_size)
+    widths = [shape.num_heads * shape.key_size, *(kv_heads * size for size in sizes)]
     inputs = [random_rows(150, width, seed) for seed, width in enumerate(widths)]
-    return run_rows(pool, inputs, write, kv_layout=KVLayout(kv_type, [KVLayerShape(1, *widths[1:])]))
+    return run_rows(pool, inputs, write, kv_layout=KVLayout(kv_type, [KVLayerShape(kv_heads, *sizes)]))
 
 
 def recurrent() -> str:

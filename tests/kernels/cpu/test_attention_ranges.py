@@ -23,6 +23,7 @@ ROWS = 300
 SHAPES = {
     "plain": PLAIN,
     "one query per key": replace(PLAIN, num_heads=2),
+    "both ways": replace(PLAIN, num_heads=2, key_size=20, value_size=37, bidirectional=True),
     "window": replace(PLAIN, window=40),
     "softcap, sinks and alibi": replace(
         PLAIN, softcap=3.0, sinks=np.ones(4, np.float32), alibi_slopes=np.full(4, 0.1, np.float32)
@@ -82,7 +83,7 @@ def test_ranges_equal_the_oracle_on_any_number_of_threads(
     assert_same_bits(results[1], results[0])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.bidirectional])
 def test_ranges_up_to_the_own_position_give_the_bits_of_no_ranges(name: str, two_threads: ThreadPool) -> None:
     shape = SHAPES[name]
     inputs, layout = inputs_of(shape, ROWS, seed=3), cache_of(shape, "f16")
@@ -96,6 +97,23 @@ def test_ranges_up_to_the_own_position_give_the_bits_of_no_ranges(name: str, two
     both = [Segment(0, 150, pages, key_ends=np.arange(1, 151)), Segment(0, 150, program.pages(150))]
     found = program.run([*range(150), *range(150)], both)
     assert_same_bits(found, np.concatenate([wanted[:150], wanted[:150]]))
+
+
+def test_windows_of_a_picture_give_the_bits_of_pictures_of_their_own(pool: ThreadPool, two_threads: ThreadPool) -> None:
+    """As long as a window begins where a chunk of positions does."""
+    shape, size = SHAPES["both ways"], 128
+    inputs, layout = inputs_of(shape, 2 * size, seed=6), cache_of(shape, "f32")
+    wanted = np.concatenate(
+        [
+            run_rows(pool, [part[first : first + size] for part in inputs], attention_of(shape), kv_layout=layout)
+            for first in (0, size)
+        ]
+    )
+    starts = np.repeat([0, size], size)
+    for threads in (pool, two_threads):
+        program = RowProgram(threads, inputs, ranged_attention(shape), 2 * size, layout)
+        segment = Segment(0, 2 * size, program.pages(2 * size), key_starts=starts, key_ends=starts + size)
+        assert_same_bits(program.run(range(2 * size), [segment]), wanted)
 
 
 def test_a_picture_gives_the_same_bits_beside_other_texts_and_after_dropped_pages(

@@ -19,6 +19,11 @@ SHAPES = {
     "plain": BOTH_WAYS,
     "one query per key": replace(BOTH_WAYS, num_heads=2),
     "odd sizes": replace(BOTH_WAYS, key_size=20, value_size=37),
+    "one query per key, odd sizes": replace(BOTH_WAYS, num_heads=2, key_size=20, value_size=37),
+    "one query per key, few columns": replace(BOTH_WAYS, num_heads=2, key_size=5, value_size=3),
+    "one query per key, many columns": replace(BOTH_WAYS, num_heads=2, key_size=340, value_size=512, scale=0.05),
+    "one query per key, more columns": replace(BOTH_WAYS, num_heads=2, key_size=24, value_size=528),
+    "one query per key, large scores": replace(BOTH_WAYS, num_heads=2, scale=8.0),
     "window": replace(BOTH_WAYS, window=40),
     "odd window": replace(BOTH_WAYS, window=41),
     "window of one": replace(BOTH_WAYS, window=1),
@@ -48,7 +53,7 @@ def test_bidirectional_attention_reads_any_cache(kv_type: str, pool: ThreadPool)
     assert relative_error(found, oracle(inputs, BOTH_WAYS, kv_type)) <= ERROR_BUDGETS[kv_type]
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "alibi"])
+@pytest.mark.parametrize("name", ["plain", "window", "alibi", "one query per key, odd sizes"])
 def test_texts_of_a_batch_do_not_see_each_other(name: str, pool: ThreadPool, two_threads: ThreadPool) -> None:
     shape, sizes = SHAPES[name], [3, 140, 1, 33, 70]
     inputs, layout = inputs_of(shape, sum(sizes), seed=4), cache_of(shape, "f32")
