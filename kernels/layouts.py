@@ -97,6 +97,11 @@ GGUF_LAYOUTS = tuple(layout for layout in Layout if not layout.name.startswith("
 PAIRED_LAYOUTS = tuple(layout for layout in Layout if Layout.Q8_0 <= layout <= Layout.IQ4_XS)
 """Layouts whose codes are whole bytes or nibbles, vectors of which lie in pairs in a tile where `isa.pairs_rows`."""
 
+SHARED_LAYOUTS = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K, Layout.INT4_32, Layout.INT4_64, Layout.INT4_128)
+"""Layouts whose codes are numbers of four bits: two rows of weights have them in a byte where `isa.shares_bytes`."""
+SHARED_PAIRED_LAYOUTS = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K)
+"""The same where `isa.pairs_rows` too: zero points that differ between the rows take there what is saved."""
+
 CUDA_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.INT8_32)
 """Layouts that CUDA kernels read."""
 

@@ -11,13 +11,23 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS, IN_SHARED_BYTES
 from localinfer.kernels.cpu.memory import Arena, address, placed
 from localinfer.kernels.cpu.parameters import PACK_TILES
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.object_cache import Function, Kernel
-from localinfer.kernels.layouts import PAIRED_LAYOUTS, SIZES, TILE_ROWS, Layout, check_bytes, num_tiles, tile_bytes
+from localinfer.kernels.layouts import (
+    PAIRED_LAYOUTS,
+    SHARED_LAYOUTS,
+    SHARED_PAIRED_LAYOUTS,
+    SIZES,
+    TILE_ROWS,
+    Layout,
+    check_bytes,
+    num_tiles,
+    tile_bytes,
+)
 
 _STEP_BYTES = 8 << 20
 """Bytes of the file that are packed at a time, so that little of it is in memory."""
@@ -99,23 +109,27 @@ _SIGNED = {(Layout.Q8_0, _BIAS): _COPY, (Layout.INT8_32, _COPY): _BIAS}
 """Kinds of fields whose bytes are multiplied as they are by products of pairs, which take them as signed."""
 
 
-def _in_pairs(layout: Layout, field: tuple[int, ...]) -> tuple[int, ...]:
-    """A field for products of pairs, if it is one of vectors of codes."""
+def _arranged(layout: Layout, field: tuple[int, ...], in_pairs: bool) -> tuple[int, ...]:
+    """A field as NEON's products take it, if it is one of vectors of codes."""
     width, file_offset, items, tile_offset, kind, *steps = field
-    if layout not in PAIRED_LAYOUTS or width != 4 or items % 2 or tile_offset < SIZES[layout].header_bytes:
+    if width != 4 or items % 2 or tile_offset < SIZES[layout].header_bytes:
         return field
-    return width, file_offset, items, tile_offset, _SIGNED.get((layout, kind), kind) + IN_PAIRS, *steps
+    if in_pairs and layout in PAIRED_LAYOUTS:
+        kind = _SIGNED.get((layout, kind), kind) + IN_PAIRS
+    if layout in (SHARED_PAIRED_LAYOUTS if in_pairs else SHARED_LAYOUTS):
+        kind += IN_SHARED_BYTES
+    return width, file_offset, items, tile_offset, kind, *steps
 
 
-def fields_of(layout: Layout, in_pairs: bool) -> list[tuple[int, ...]]:
-    """TILE_FIELD blocks of a layout, for products of pairs of rows or of single ones."""
+def fields_of(layout: Layout, in_pairs: bool, in_shared_bytes: bool) -> list[tuple[int, ...]]:
+    """TILE_FIELD blocks of a layout, as products of `isa.pairs_rows` and `isa.shares_bytes` take it."""
     fields = [_with_steps(field) for field in _FIELDS[layout]]
-    return [_in_pairs(layout, field) for field in fields] if in_pairs else fields
+    return [_arranged(layout, field, in_pairs) for field in fields] if in_shared_bytes else fields
 
 
 @cache
-def _field_table(layout: Layout, in_pairs: bool) -> NDArray[np.int64]:
-    return placed(np.array(fields_of(layout, in_pairs), np.int64))
+def _field_table(layout: Layout, in_pairs: bool, in_shared_bytes: bool) -> NDArray[np.int64]:
+    return placed(np.array(fields_of(layout, in_pairs, in_shared_bytes), np.int64))
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,7 @@ def pack(
     matrix_bytes = num_rows * row_bytes
     tiles = num_tiles(num_rows)
     packed = (arena or Arena(0)).take(num_experts * tiles * bytes_per_tile)
-    fields = _field_table(layout, isa.pairs_rows())
+    fields = _field_table(layout, isa.pairs_rows(), isa.shares_bytes())
     tiles_per_step = max(1, _STEP_BYTES // bytes_per_tile)
     pending: list[NDArray[np.int64]] = []
     first_byte = 0

@@ -56,6 +56,11 @@ def pairs_rows() -> bool:
     return SELECTED is ISA.NEON_I8MM
 
 
+def shares_bytes() -> bool:
+    """True if a byte of a tile has codes of two rows of weights (`SHARED_LAYOUTS`): wherever rows are in pairs, too."""
+    return SELECTED in NEON
+
+
 def select(wanted: str | None) -> ISA:
     """Return the forced path, or the best. Raises: BackendUnavailableError if the CPU cannot run it."""
     choices = available()

@@ -27,12 +27,12 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
             shift = 0 if layout is Layout.Q4_0 else 1
             dots = [tile.started_from(record, MINUS_8_SUM, shift) for record in records]
         else:
-            dots = tile.no_dots(block)
+            dots = tile.unsigned_starts(block, records)
         for halves, again in tile.halves():
             for j in range(4):
                 tile.prefetch(block, sizes.unit_bytes, j, 4)
                 loaded = tile.load_codes(again(codes), j)
-                both = tile.low(loaded), tile.high(loaded)
+                both = tile.nibbles(loaded, j)
                 for half in halves:
                     nibbles = both[half]
                     if fifth is not None:
@@ -54,7 +54,7 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
     blocks, block_bytes = sizes.unit // 32, 512 if is_byte else 256
     header, body = tile.parts(group)
     scale = tile.floats(header)
-    zero = tile.spread(b.sext(tile.values(header, I16, 32), tile.vector(I32)))
+    zero = tile.zero_points(tile.spread(b.sext(tile.values(header, I16, 32), tile.vector(I32))))
     first = b.mul(group, emit.i64(blocks))
 
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
@@ -78,7 +78,7 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
                 if is_byte:
                     dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
                     continue
-                both = tile.low(loaded), tile.high(loaded)
+                both = tile.nibbles(loaded, j)
                 for half in halves:
                     dots = tile.dot(dots, both[half], column, 16 * half + 4 * j)
         return tile.add_dots(totals, dots, scale, records)
@@ -110,9 +110,12 @@ def few_bits_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
 
 
 def _six_bit_scales(
-    tile: Tile, header: Value, pair: Value, d: Value, minus_dmin: Value
-) -> tuple[list[Value], list[Value]]:
-    """Scales and minimums of blocks 2p and 2p + 1 of a Q4_K or Q5_K super-block, times d and -dmin."""
+    tile: Tile, header: Value, pair: Value, d: Value, minus_dmin: Value, halves: Sequence[int] = (0, 1)
+) -> tuple[dict[int, Value], dict[int, Value]]:
+    """Scales and minimums of blocks 2p and 2p + 1 of a Q4_K or Q5_K super-block, times d and -dmin.
+
+    halves: which of the two blocks; without NEON both.
+    """
     emit, b = tile.emit, tile.emit.builder
     packed = tile.at(header, pair, 48)
     if emit.is_neon:
@@ -133,8 +136,8 @@ def _six_bit_scales(
         def to_float(code: Value) -> Value:
             return emit.to_float(code)
 
-    scales = [emit.mul(d, to_float(code)) for code in low[:2]]
-    minimums = [emit.mul(minus_dmin, to_float(code)) for code in (first_minimum, low[2])]
+    scales = {half: emit.mul(d, to_float(low[half])) for half in halves}
+    minimums = {half: emit.mul(minus_dmin, to_float((first_minimum, low[2])[half])) for half in halves}
     return scales, minimums
 
 
@@ -160,28 +163,31 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         blocks = [b.mul(unit, emit.i64(2)), b.add(b.mul(unit, emit.i64(2)), emit.i64(1))]
         first_bit = b.trunc(b.mul(pair, emit.i64(2)), I8 if emit.is_neon else I16)
         for halves, again in tile.turns(range(2)):
-            dots = {half: tile.no_dots(blocks[half]) for half in halves}
+            if tile.shares_bytes:
+                emit.barrier()
+            records = {half: tile.records(blocks[half]) for half in halves}
+            dots = {half: tile.unsigned_starts(blocks[half], records[half]) for half in halves}
             for j in range(8):
                 tile.prefetch(unit, sizes.unit_bytes // 4, j, 8)
                 loaded = tile.load_codes(again(codes), j)
                 fifth = None if fifth_bits is None else _bits_from(tile, again(fifth_bits), j, first_bit)
-                both = tile.low(loaded), tile.high(loaded)
+                both = tile.nibbles(loaded, j)
                 for half in halves:
                     nibbles = both[half]
                     if fifth is not None:
                         nibbles = b.or_(nibbles, fifth(half))
                     dots[half] = tile.dot(dots[half], nibbles, column, 32 * half + 4 * j)
-            if scaled is None:
+            if held and tile.shares_bytes and emit.is_neon:
+                found = _six_bit_scales(tile, header, pair, *held, halves)
+            elif scaled is None:
                 place = header if held else emit.opaque(header, pair)
-                found = _six_bit_scales(tile, place, pair, *(held or factors(place)))
-                scaled = None if held else found
+                found = scaled = _six_bit_scales(tile, place, pair, *(held or factors(place)))
             else:
                 found = scaled
             scales, minimums = found
             for half in halves:
-                records = tile.records(blocks[half])
-                totals = tile.add_dots(totals, dots[half], scales[half], records)
-                totals = tile.add_minimums(totals, minimums[half], records)
+                totals = tile.add_dots(totals, dots[half], scales[half], records[half])
+                totals = tile.add_minimums(totals, minimums[half], records[half])
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(4), 1, totals, pair_body)

@@ -168,6 +168,10 @@ class Emitter:
         same.attributes.add("nounwind")
         return same
 
+    def barrier(self) -> None:
+        """No instruction, which LLVM moves no load past: what is loaded earlier would need more registers."""
+        self.builder.asm(ir.FunctionType(ir.VoidType(), []), "", "", [], True)
+
     # Memory: addresses are i64 values
 
     def pointer(self, address: Value, offset: int = 0, align: int = 1) -> Value:
@@ -318,7 +322,7 @@ class Emitter:
         """The lanes of these numbers, which are constants."""
         return self.builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), self.constants(I32, places))
 
-    def constants(self, element: Any, values: Sequence[int]) -> Value:
+    def constants(self, element: Any, values: Sequence[float]) -> Value:
         """A vector of different constants."""
         return ir.Constant(vector(element, len(values)), list(values))
 
@@ -475,14 +479,19 @@ class Emitter:
     def _sdot(self, total: Value, codes: Value, x: Value) -> Value:
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), [total, codes, x])
 
-    def matrix_product(self, totals: Value, rows: Value, others: Value) -> Value:
-        """totals[2i + j] += the product of row i of `rows` and row j of `others`, int8[2][8]."""
+    def matrix_product(self, totals: Value, rows: Value, others: Value, *, is_signed: bool = True) -> Value:
+        """totals[2i + j] += the product of row i of `rows` and row j of `others`, int8[2][8].
+
+        is_signed: False if `rows` are uint8.
+        """
         if self.isa is ISA.NEON_I8MM:
-            return self.call("llvm.aarch64.neon.smmla.v4i32.v16i8", vector(I32, 4), [totals, rows, others])
+            name = "smmla" if is_signed else "usmmla"
+            return self.call(f"llvm.aarch64.neon.{name}.v4i32.v16i8", vector(I32, 4), [totals, rows, others])
         left = self.shuffle(rows, [8 * row + column for row in (0, 0, 1, 1) for column in range(8)])
         right = self.shuffle(others, [*range(16), *range(16)])
         wide = vector(I32, 32)
-        sums = self.builder.mul(self.builder.sext(left, wide), self.builder.sext(right, wide))
+        left = self.builder.sext(left, wide) if is_signed else self.builder.zext(left, wide)
+        sums = self.builder.mul(left, self.builder.sext(right, wide))
         for _ in range(3):
             sums = self._pair_sums(sums)
         return self.builder.add(totals, sums)

@@ -221,6 +221,10 @@ _MANY_SUMS = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 """Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
 
 
+_MANY_SUMS_OF_PAIRS = (Layout.Q4_K, Layout.IQ4_XS)
+"""Those of which they do not hold what a pair of activation rows needs, of products of pairs."""
+
+
 def _passes(
     emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: list[Value], *, gathers: bool
 ) -> list[list[Tile]]:
@@ -230,13 +234,14 @@ def _passes(
     """
     if isa.pairs_rows() and layout in PAIRED_LAYOUTS:
         count = min(LANES, 2 * LANES // len(rows))
-        if layout in _MANY_SUMS:
+        if layout in _MANY_SUMS or (layout in _MANY_SUMS_OF_PAIRS and len(rows) == 2):
             count = min(count, LANES // 2)
         parts: list[Tile] = [
             PairTile(emit, layout, tile, columns, rows, first, count, gathers=gathers)
             for first in range(0, LANES, count)
         ]
-        return [parts] if len(rows) == 1 else [[part] for part in parts]
+        together = len(rows) == 1 or (layout in _MANY_SUMS_OF_PAIRS and len(rows) == 2)
+        return [parts] if together else [[part] for part in parts]
     if not emit.is_neon or _BODIES.get(layout) is grid_body or (len(rows) == 1 and layout not in _MANY_SUMS):
         return [[Tile(emit, layout, tile, columns, rows)]]
     half = LANES // 2

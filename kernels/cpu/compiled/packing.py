@@ -6,7 +6,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from localinfer.kernels.cpu.compiled.emit import I16, I32, LITERAL, VOID, Emitter, Value, emitted, vector
+from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, LITERAL, VOID, Emitter, Value, emitted, vector
 from localinfer.kernels.cpu.compiled.memory import (
     int64_pointer,
     load_i64,
@@ -19,7 +19,7 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS
+from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS, IN_SHARED_BYTES
 from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.numba import compose, entry, inline, op, outline
@@ -206,7 +206,7 @@ def _clear_row(target: int, width: int, items: int, kind: int, step: int) -> Non
             store_u8(target + step * item + byte, np.uint8(0))
 
 
-if isa.pairs_rows():
+if isa.shares_bytes():
 
     @inline
     def _kind(kind: int) -> int:
@@ -220,14 +220,32 @@ if isa.pairs_rows():
             lanes = [8 * half + lane // 2 + 16 * (lane % 2) for lane in range(16)]
             emit.store(emit.builder.shuffle_vector(*vectors, emit.constants(I32, lanes)), address, align=16)
 
+    @emitted(VOID, types.int64)
+    def _share_bytes(emit: Emitter, address: Value) -> None:
+        """Transpose the nibbles of two registers, twice; upper ones become signed numbers, less 8, if products are."""
+        b = emit.builder
+        low, high, four = (emit.splat_constant(I8, value, 16) for value in (15, 240, 4))
+        for place in range(0, 64, 32):
+            first, second = (emit.load(address, vector(I8, 16), place + offset, align=16) for offset in (0, 16))
+            lower = b.or_(b.and_(first, low), b.shl(second, four))
+            upper = b.or_(b.lshr(first, four), b.and_(second, high))
+            for offset, value in ((0, lower), (16, upper)):
+                if not isa.pairs_rows():
+                    value = b.xor(value, emit.splat_constant(I8, 128, 16))
+                emit.store(value, address, place + offset, align=16)
+
     @inline
-    def _pair_columns(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
-        """Put a field's vectors in pairs, if they are to be."""
-        if kind >= IN_PAIRS:
+    def _arrange(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
+        """Put a field's vectors in pairs, and codes of two rows in a byte, if they are to be."""
+        if kind & IN_PAIRS:
             for unit in range(units):
                 for item in range(0, items, 2):
                     place = start + unit * unit_bytes + step * item
                     _pair_vectors(place, place + step)
+        if kind & IN_SHARED_BYTES:
+            for unit in range(units):
+                for item in range(items):
+                    _share_bytes(start + unit * unit_bytes + step * item)
 
 else:
 
@@ -236,7 +254,7 @@ else:
         return kind
 
     @compose
-    def _pair_columns(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
+    def _arrange(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
         """Vectors stay as they are."""
 
 
@@ -288,7 +306,7 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                             _pack_field(lane_source, lane_target, width, items, kind, field.file_step, field.tile_step)
                         else:
                             _clear_row(lane_target, width, items, kind, field.tile_step)
-            _pair_columns(field.kind, base, p.units, p.unit_bytes, items, field.tile_step)
+            _arrange(field.kind, base, p.units, p.unit_bytes, items, field.tile_step)
 
 
 _MULTIPLIER = np.uint64(CHECKSUM_MULTIPLIER)

@@ -48,9 +48,34 @@ class PairTile(Tile):
     def load_codes(self, address: Value, vector_number: int, step: int = 64, start: int = 0) -> Value:
         emit, half = self.emit, vector_number % 2
         # Of the two vectors, one has rows 0 to 7 and the other rows 8 to 15.
-        row = self.first + self.count // 2 * half
+        share = 4 if self.shares_bytes else 2
+        count = max(self.count // 2, share)
+        row = self.first + self.count // 2 * half // share * share
         place = start + step * (vector_number - half + row // 8) + 8 * (row % 8)
-        return emit.load(address, vector(I8, 4 * self.count), place, align=16)
+        return emit.load(address, vector(I8, 8 * count), place, align=16)
+
+    def _shared(self, registers: list[Value], vector_number: int) -> Value:
+        if self.count > 4:
+            return super()._shared(registers, vector_number)
+        # Of four rows, the first two for the former of two vectors, the others for the latter.
+        return registers[0] if vector_number % 2 else self.low(registers[0])
+
+    def _shared_number(self, dot: Value) -> Value:
+        if not self.is_single:
+            return super()._shared_number(dot)
+        emit, b = self.emit, self.emit.builder
+        numbers = []
+        for start in range(0, dot.type.count, 4):
+            # Two first rows and two second ones.
+            part = emit.lanes(dot, start, 4)
+            whole = emit.splat_constant(I32, WHOLE if self._counts_in_floats else 0, 4)
+            less = b.shuffle_vector(part, whole, emit.constants(I32, (4, 5, 0, 1)))
+            if self._counts_in_floats:
+                left, right = (emit.bitcast(one, vector(F32, 4)) for one in (part, less))
+                numbers.append(emit.mul(emit.sub(left, right), emit.constants(F32, (1.0, 1.0, 0.0625, 0.0625))))
+            else:
+                numbers.append(emit.to_float(b.ashr(b.sub(part, less), emit.constants(I32, (0, 0, 4, 4)))))
+        return emit.join(numbers)
 
     def load_bits(self, address: Value, offset: int) -> Value:
         """As `load_codes`, each four bytes twice: for both of the columns that a vector has there."""
@@ -105,22 +130,36 @@ class PairTile(Tile):
         words = b.sub(words, emit.splat_constant(I32, PAIR_BIAS, self.lanes))
         return b.shl(words, emit.splat_constant(I32, shift, self.lanes)) if shift else words
 
+    def unsigned_starts(self, block: Value, records: list[Any]) -> list[Value]:
+        return self.no_dots(block)
+
     def started_from(self, record: Any, field: int, shift: int = 0) -> Value:
+        b = self.emit.builder
         if not self._counts_in_floats:
-            return self.record_int(record, field, shift)
+            start = self.record_int(record, field, shift)
+            return b.mul(start, self._of_rows(1, 17)) if self.shares_bytes else start
         word = self._both(record, field)
-        return self._started(record, self.emit.builder.shl(word, word.type(shift)), PAIR_BIAS << shift)
+        first = self._with_offset(b.shl(word, word.type(shift)), PAIR_BIAS << shift)
+        if not self.shares_bytes:
+            return self._from_scalar(first, record)
+        second = self._with_offset(
+            b.add(b.shl(word, word.type(shift + 4)), b.shl(word, word.type(shift))), PAIR_BIAS * 17 << shift
+        )
+        return self._by_turns(first, second, record)
+
+    def _of_rows(self, first: int, second: int) -> Value:
+        """A constant for first rows of shared bytes, and one for second rows."""
+        return self.emit.constants(I32, [(first, second)[lane // 4 % 2] for lane in range(self.lanes)])
 
     def minus_sum(self, record: Any) -> Value:
         return self.emit.builder.ashr(
             self.record_int(record, MINUS_8_SUM), self.emit.splat_constant(I32, 3, self.lanes)
         )
 
-    def _started(self, record: Any, word: Value, bias: int) -> Value:
+    def _with_offset(self, word: Value, bias: int) -> Value:
         """The start of a dot product from an integer with a bias, or two of them, none of which becomes negative."""
         offset = WHOLE - bias
-        both = offset if word.type is I32 else offset << 32 | offset
-        return self._from_scalar(self.emit.builder.add(word, word.type(both)), record)
+        return self.emit.builder.add(word, word.type(offset if word.type is I32 else offset << 32 | offset))
 
     def _both(self, record: Any, field: int) -> Value:
         """The bits of a number of both records, or of a single one."""
@@ -135,6 +174,9 @@ class PairTile(Tile):
     def _spread_word(self, word: Value) -> Value:
         count = self.lanes * 32 // word.type.width
         return self.emit.bitcast(self.emit.splat(word, count), vector(I32, self.lanes))
+
+    def _by_turns(self, first: Value, second: Value, block: Any) -> Value:
+        return super()._by_turns(first, second, block[0] if isinstance(block, tuple) else block)
 
     def _from_scalar(self, word: Value, block: Any, number: int = 0) -> Value:
         block = block[0] if isinstance(block, tuple) else block
@@ -156,7 +198,7 @@ class PairTile(Tile):
             parts = [emit.lanes(dot, start, 4) for start in range(0, self.lanes, 4)]
             for index, factor in enumerate(factors):
                 place = len(factors) * half + index
-                parts[place] = emit.matrix_product(parts[place], factor, others)
+                parts[place] = emit.matrix_product(parts[place], factor, others, is_signed=not self.shares_bytes)
             results.append(emit.join(parts))
         return results
 

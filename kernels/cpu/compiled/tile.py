@@ -21,7 +21,7 @@ from localinfer.kernels.cpu.compiled.emit import (
 )
 from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES
 from localinfer.kernels.jit import isa
-from localinfer.kernels.layouts import SIZES, Layout
+from localinfer.kernels.layouts import SHARED_LAYOUTS, SHARED_PAIRED_LAYOUTS, SIZES, Layout
 
 SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
 """Fields of an activation record."""
@@ -82,6 +82,9 @@ class Tile:
         """Lanes of a dot product."""
         self.has_pairs = isa.pairs_rows()
         """Rows of activations lie in pairs."""
+        shared = SHARED_PAIRED_LAYOUTS if self.has_pairs else SHARED_LAYOUTS
+        self.shares_bytes = isa.shares_bytes() and layout in shared
+        """A byte has codes of two rows of weights, the upper of which is signed: see `nibbles`."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0
@@ -150,6 +153,22 @@ class Tile:
         """Bits of every code of vector `number`, `width` of them from start + width * number on, moved to `target`."""
         return self.moved_bits(bits, start + width * number, (1 << width) - 1, target)
 
+    def nibbles(self, loaded: Value, vector_number: int) -> tuple[Value, Value]:
+        """Codes of two vectors of columns: the lower and the upper nibbles of what `load_codes` found.
+
+        Where rows share bytes, of the first of two registers there are lower nibbles, and of the second the same bytes
+        as they are, 16 * (code of the second row) + code of the first one: a shift less, and `number` takes off what
+        is too much.
+        """
+        if not self.shares_bytes:
+            return self.low(loaded), self.high(loaded)
+        registers = [self.emit.lanes(loaded, start, 16) for start in range(0, loaded.type.count, 16)]
+        low, high = (self._shared(registers[half::2], vector_number) for half in range(2))
+        return low, high
+
+    def _shared(self, registers: list[Value], vector_number: int) -> Value:
+        return self.emit.join([codes for shared in registers for codes in (self.low(shared), shared)])
+
     def low(self, codes: Value) -> Value:
         return self.emit.builder.and_(codes, self.emit.splat_constant(I8, 15, codes.type.count))
 
@@ -182,7 +201,8 @@ class Tile:
         if not self.emit.is_neon:
             yield blocks, lambda address: address
             return
-        for some in [blocks] if self.num_rows == 1 else [[block] for block in blocks]:
+        together = self.num_rows == 1 and not self.shares_bytes
+        for some in [blocks] if together else [[block] for block in blocks]:
             self._num_turns += 1
             self._loaded.clear()
             yield some, functools.partial(self._again, self._num_turns)
@@ -212,6 +232,37 @@ class Tile:
         if not self._counts_in_floats:
             return self.emit.zeros(I32, self.lanes)
         return self._from_scalar(I32(WHOLE), block, number)
+
+    def unsigned_starts(self, block: Value, records: list[Any]) -> list[Value]:
+        """Dot products of nothing, for codes 0..15 of `nibbles`."""
+        if not self.shares_bytes:
+            return self.no_dots(block)
+        return [self._shared_start(record) for record in records]
+
+    def _shared_start(self, record: Any) -> Value:
+        """The start of a dot product: of second rows at 16 * 8 * sum(x), since their codes are less 8."""
+        b, base = self.emit.builder, I32(WHOLE if self._counts_in_floats else 0)
+        word = self.emit.load(record, I32, places_of(MINUS_8_SUM)[0], align=4)
+        return self._by_turns(base, b.sub(base, b.shl(word, I32(4))), record)
+
+    def _by_turns(self, first: Value, second: Value, block: Value) -> Value:
+        """A scalar in every second register from the first on, and another one in the others."""
+        emit = self.emit
+        words = [emit.opaque((first, second)[register % 2], block, register) for register in range(self.lanes // 4)]
+        joined = emit.join([emit.splat(word, 128 // word.type.width) for word in words])
+        return emit.bitcast(joined, vector(I32, self.lanes))
+
+    def zero_points(self, zero: Value) -> Value:
+        """Zero points of the rows of a dot product, as factors of -sum(x) that it starts at."""
+        if not self.shares_bytes:
+            return zero
+        emit, b = self.emit, self.emit.builder
+        parts = [emit.lanes(zero, start, 4) for start in range(0, self.lanes, 4)]
+        for register in range(1, len(parts), 2):
+            sixteenfold = b.shl(parts[register], emit.splat_constant(I32, 4, 4))
+            less = b.sub(parts[register - 1], emit.splat_constant(I32, 128, 4))
+            parts[register] = b.add(sixteenfold, less)
+        return emit.join(parts)
 
     @property
     def _counts_in_floats(self) -> bool:
@@ -353,11 +404,29 @@ class Tile:
 
     def number(self, dot: Value) -> Value:
         """A dot product that began as `started` does, as float32."""
+        if self.shares_bytes:
+            return self._shared_number(dot)
         emit, count = self.emit, dot.type.count
         if not self._counts_in_floats:
             return emit.to_float(dot)
         offset = emit.bitcast(emit.splat_constant(I32, WHOLE, count), vector(F32, count))
         return emit.sub(emit.bitcast(dot, vector(F32, count)), offset)
+
+    def _shared_number(self, dot: Value) -> Value:
+        """As `number`: the second of two registers has 16 times its sum, and the sum of the first one."""
+        emit, b = self.emit, self.emit.builder
+        parts = [emit.lanes(dot, start, 4) for start in range(0, dot.type.count, 4)]
+        numbers = []
+        for first, second in zip(parts[::2], parts[1::2], strict=True):
+            if not self._counts_in_floats:
+                rest = b.ashr(b.sub(second, first), emit.splat_constant(I32, 4, 4))
+                numbers += [emit.to_float(first), emit.to_float(rest)]
+                continue
+            whole, left, right = (
+                emit.bitcast(part, vector(F32, 4)) for part in (emit.splat_constant(I32, WHOLE, 4), first, second)
+            )
+            numbers += [emit.sub(left, whole), emit.mul(emit.sub(right, left), emit.splat_constant(F32, 0.0625, 4))]
+        return emit.join(numbers)
 
     def add_dots(self, totals: list[Value], dots: list[Value], weight_scale: Value, block: list[Value]) -> list[Value]:
         """`accumulate` for every activation row; block: the rows' records of it."""

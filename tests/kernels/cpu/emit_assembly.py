@@ -19,7 +19,7 @@ from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import host_features
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.jit.numba import optimised
-from localinfer.kernels.layouts import CUDA_LAYOUTS, Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, SHARED_LAYOUTS, Layout
 from tests.kernels.cpu import run_pieces
 from tests.kernels.cpu.run_pieces import Piece, Tiles
 
@@ -35,6 +35,7 @@ TARGETS: dict[str, tuple[ISA, str, str, str]] = {
     "neon": (ISA.NEON_DOTPROD, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod"),
     "i8mm": (ISA.NEON_I8MM, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod,+i8mm"),
     "pairs": (ISA.NEON_I8MM, "x86_64-unknown-linux-gnu", "x86-64", ""),
+    "shared bytes": (ISA.NEON_DOTPROD, "x86_64-unknown-linux-gnu", "x86-64", ""),
     "windows on arm": (ISA.NEON_DOTPROD, "aarch64-pc-windows-msvc", "generic", "+neon,+dotprod"),
     "apple": (ISA.NEON_DOTPROD, "arm64-apple-macosx13.0", "apple-m1", "+neon,+dotprod"),
 }
@@ -67,13 +68,14 @@ _PAIRS = (*_EACH_BODY, Layout.Q5_0, Layout.INT8_32)
 _SOME_LAYOUTS = {
     "avx512vbmi": _GRIDS,
     "i8mm": _PAIRS,
-    "pairs": _PAIRS,
+    "pairs": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
+    "shared bytes": SHARED_LAYOUTS,
     "windows on arm": _EACH_BODY,
     "apple": _EACH_BODY,
 }
 """Targets that differ from another one in fewer layouts, or in the spelling: one layout of each function there is.
 
-"pairs" has no instruction for products of pairs of rows, which are computed as with it.
+"pairs" and "shared bytes" lack the instructions of their paths, and compute the same from tiles that these take.
 """
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {
@@ -97,7 +99,7 @@ PIECES: dict[str, tuple[Any, list[Any]]] = {
 def pieces_of(target_name: str) -> list[str]:
     """Names of the pieces that are compiled for a target."""
     layouts = {layout.name for layout in _SOME_LAYOUTS.get(target_name, Layout)}
-    if TARGETS[target_name][0] is ISA.NEON_I8MM:
+    if TARGETS[target_name][0] is ISA.NEON_I8MM or target_name == "shared bytes":
         # Only products are other than those of another target.
         return [name for name in PIECES if name in {*layouts, "quantize"}]
     return [name for name in PIECES if name in layouts or name not in Layout.__members__]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.cpu.compiled import attention_scratch as scratch
 from localinfer.kernels.cpu.kernel_abi import (
     IN_PAIRS,
+    IN_SHARED_BYTES,
     PAIR_BYTES,
     PAIR_CODES,
     RECORD_BYTES,
@@ -79,11 +80,8 @@ def packed_tiles() -> Tiles:
     """Random weights in every layout, a tile of each, as products of single rows take it."""
     pool, shapes = ThreadPool(1), {layout: (TILE_ROWS, _columns(layout)) for layout in Layout}
     found = {one: linear(pool, one, random_weights(one, shapes[one], 1), shapes[one]).packed.data for one in Layout}
-    if not isa.pairs_rows():
-        return found
-    for layout, tile in found.items():
-        places, flips = _of_pairs(layout)
-        tile[places] = tile ^ flips
+    for layout, tile in found.items() if isa.shares_bytes() else ():
+        tile[:] = _of_single_rows(layout, tile)
     return found
 
 
@@ -92,15 +90,57 @@ def _of_pairs(layout: Layout) -> tuple[NDArray[np.intp], NDArray[np.uint8]]:
     unit = SIZES[layout].unit_bytes
     places, flips = np.arange(unit), np.zeros(unit, np.uint8)
     row, byte = np.divmod(np.arange(64), 4)
-    for single, paired in zip(fields_of(layout, False), fields_of(layout, True), strict=True):
+    both = (fields_of(layout, in_pairs, in_pairs) for in_pairs in (False, True))
+    for single, paired in zip(*both, strict=True):
         _, _, items, start, kind, _, step = paired
-        for item in range(0, items if kind >= IN_PAIRS else 0, 2):
+        for item in range(0, items if kind & IN_PAIRS else 0, 2):
             for column in range(2):
                 target = start + step * (item + row // 8) + 8 * (row % 8) + 4 * column + byte
                 places[target] = start + step * (item + column) + np.arange(64)
-                flips[target] = 0x80 if kind - IN_PAIRS != single[4] else 0
+                flips[target] = 0x80 if kind % IN_PAIRS != single[4] else 0
     units = np.arange(_columns(layout) // SIZES[layout].unit)
     return (unit * units[:, None] + places).reshape(-1), np.tile(flips, units.size)
+
+
+def _of_products(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A tile as products of the selected instruction set take it, from one of single rows."""
+    if isa.pairs_rows():
+        places, flips = _of_pairs(layout)
+        tile = tile[places] ^ flips
+    return _shared(layout, tile) ^ _signs(layout, tile.size)
+
+
+def _of_single_rows(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What `_of_products` takes."""
+    tile = _shared(layout, tile ^ _signs(layout, tile.size))
+    if isa.pairs_rows():
+        places, flips = _of_pairs(layout)
+        single = np.empty_like(tile)
+        single[places] = tile ^ flips
+        return single
+    return tile
+
+
+def _codes(layout: Layout, size: int) -> NDArray[np.bool_]:
+    """Which bytes of a tile have codes of two rows, where any do."""
+    unit = np.zeros(SIZES[layout].unit_bytes, np.bool_)
+    for _, _, items, start, kind, _, step in fields_of(layout, isa.pairs_rows(), isa.shares_bytes()):
+        if kind & IN_SHARED_BYTES:
+            assert step == 64
+            unit[start : start + step * items] = True
+    return np.tile(unit, size // unit.size)
+
+
+def _shared(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A tile with the nibbles of every two registers of codes transposed."""
+    found, codes = tile.copy(), _codes(layout, tile.size)
+    first, second = tile[codes].reshape(-1, 2, 16).swapaxes(0, 1)
+    found[codes] = np.stack([first & 15 | second << 4, first >> 4 | second & 240], axis=1).reshape(-1)
+    return found
+
+
+def _signs(layout: Layout, size: int) -> NDArray[np.uint8]:
+    return np.where(_codes(layout, size) & (not isa.pairs_rows()), 128, 0).astype(np.uint8)
 
 
 def _columns(layout: Layout) -> int:
@@ -110,9 +150,8 @@ def _columns(layout: Layout) -> int:
 def tile_product(tiles: Tiles, layout: Layout, product: Piece, num_rows: int, quantize: Piece) -> bytes:
     """ROWS rows of activations times a tile, num_rows at a time, to 16 columns each, and to 11 that are there."""
     columns, data = _columns(layout), tiles[layout]
-    if isa.pairs_rows():
-        places, flips = _of_pairs(layout)
-        data = _array(data[places] ^ flips)
+    if isa.shares_bytes():
+        data = _array(_of_products(layout, data))
     values = random_rows(ROWS, columns, 2)
     memory = [_array(row) for row in values] if is_float(layout) else _quantized(values, quantize)
     rows = [address(row) for row in memory]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from localinfer.kernels.layouts import PAIRED_LAYOUTS, Layout, is_float
+from localinfer.kernels.layouts import PAIRED_LAYOUTS, SHARED_PAIRED_LAYOUTS, Layout, is_float
 from tests.kernels.cpu.emit_assembly import PIECES, TARGETS, pieces_of, runs_here
 from tests.kernels.cpu.stored_digests import stored
 from tests.kernels.subprocesses import REPOSITORY, environment
@@ -20,7 +20,7 @@ DOT_PRODUCTS = {
     "avxvnni of avx512": r"vpdpbusd\s.*%ymm",
     "avx2": r"vpmaddubsw\s.*%ymm",
     "neon": r"sdot\s+v\d+\.4s, v\d+\.16b",
-    "i8mm": r"(smmla|sdot)\s+v\d+\.4s, v\d+\.16b",
+    "i8mm": r"(u?smmla|sdot)\s+v\d+\.4s, v\d+\.16b",
     "windows on arm": r"sdot\s+v\d+\.4s, v\d+\.16b",
     "apple": r"sdot(\.4s)?\s+v\d+",
 }
@@ -60,8 +60,11 @@ def test_products_use_the_dot_product_of_their_instruction_set(listings: Listing
 def test_products_of_pairs_multiply_matrices_and_nothing_else(listings: Listings) -> None:
     for name in pieces_of("i8mm"):
         if name in Layout.__members__:
-            instructions = {"smmla", "sdot"} & set(re.findall(r"\b[a-z]+\b", listings["i8mm", name]))
-            wanted = {"smmla"} if Layout[name] in PAIRED_LAYOUTS else set() if is_float(Layout[name]) else {"sdot"}
+            instructions = {"smmla", "usmmla", "sdot"} & set(re.findall(r"\b[a-z]+\b", listings["i8mm", name]))
+            if Layout[name] in PAIRED_LAYOUTS:
+                wanted = {"usmmla" if Layout[name] in SHARED_PAIRED_LAYOUTS else "smmla"}
+            else:
+                wanted = set() if is_float(Layout[name]) else {"sdot"}
             assert instructions == wanted, name
 
 
@@ -100,7 +103,7 @@ def test_products_are_those_that_other_machines_are_compared_with(printed: tuple
 
 
 def test_every_target_is_looked_at(listings: Listings) -> None:
-    assert set(TARGETS) == {*DOT_PRODUCTS, "generic", "pairs"}
+    assert set(TARGETS) == {*DOT_PRODUCTS, "generic", "pairs", "shared bytes"}
     assert set(listings) == {(target, piece) for target in TARGETS for piece in pieces_of(target)}
     whole = ("avx512vnni", "avxvnni", "avxvnni of avx512", "avx2", "generic", "neon")
     assert all({*Layout.__members__} <= {*pieces_of(target)} for target in whole)
