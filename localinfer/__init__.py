@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
     from localinfer.generation.stream import Completion, Stats, StreamEvent, TextStream, ToolCall, ToolCallDelta
-    from localinfer.llm import LLM, BeamCompletion, Prompt
+    from localinfer.llm import LLM, Prompt
     from localinfer.loading.availability import Availability, availability
     from localinfer.loading.load import aload, load, load_tokenizer
     from localinfer.loading.warm_up import WarmUp, warm_up
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from localinfer.system.crash_files import report_crashes
     from localinfer.system.folders import set_cache_folder
     from localinfer.system.freezing import freeze_support
-    from localinfer.types import Beam, ModelInfo, ProgressCallback, RankedDocument, TokenLogprobs
+    from localinfer.types import Beam, BeamCompletion, ModelInfo, ProgressCallback, RankedDocument, TokenLogprobs
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CHECKOUT = os.path.dirname(_FOLDER)
@@ -120,7 +120,7 @@ __all__ = [
 _MODULE_OF = {
     "Availability": "localinfer.loading.availability",
     "Beam": "localinfer.types",
-    "BeamCompletion": "localinfer.llm",
+    "BeamCompletion": "localinfer.types",
     "CallOutcome": "localinfer.generation.session.python_tools",
     "ChatOptions": "localinfer.generation.options",
     "Choice": "localinfer.generation.questions",

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Union, Unpack, cast
 
 from localinfer.arguments import check_flag, check_number, check_path, owned
 from localinfer.engine.admission import EngineLimits
@@ -17,7 +17,7 @@ from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.options import DefaultOptions
 from localinfer.generation.stream import TextStream, complete_in_thread
-from localinfer.types import Beam, Closing
+from localinfer.types import BeamCompletion, Closing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
     from localinfer.generation.embedding import TextEmbedder
+    from localinfer.generation.embedding_inputs import EmbeddingInput
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
     from localinfer.generation.media import MediaModel, MediaReader
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
@@ -54,15 +55,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = Union[str, Sequence[int], "NDArray[np.integer]"]
+_Parts = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+_Embedded = Union[Prompt, _Parts, "EmbeddingInput"]
 _Ids = Union[Sequence[int], "NDArray[np.integer]"]
 Part = TypeVar("Part")
-
-
-class BeamCompletion(NamedTuple):
-    """Result of a beam search: its text without an end token, and its ids and scores."""
-
-    text: str
-    beam: Beam
 
 
 def _ttft_policy(*parts: Any) -> AdmissionPolicy:
@@ -162,7 +158,7 @@ class LLM(Closing):
     @property
     def _media_reader(self) -> MediaReader | None:
         """The reader of pictures and sounds; None for a model of words."""
-        if self._media is None or self._model.chat_template is None:
+        if self._media is None or self._media.gives_vectors or self._model.chat_template is None:
             return None
         from localinfer.generation.media import MediaReader
 
@@ -172,7 +168,7 @@ class LLM(Closing):
     def _embedder(self) -> TextEmbedder:
         from localinfer.generation.embedding import TextEmbedder
 
-        return self._once("embedder", partial(TextEmbedder, self._engine, self._model))
+        return self._once("embedder", partial(TextEmbedder, self._engine, self._model, self._media, self._media_reader))
 
     def __repr__(self) -> str:
         model = self._model
@@ -444,36 +440,36 @@ class LLM(Closing):
 
     def embed(
         self,
-        prompt: Prompt,
+        prompt: _Embedded,
         *,
         pooling: str | None = None,
         normalize: bool = True,
         dimensions: int | None = None,
         truncate: bool = False,
     ) -> NDArray[np.float32]:
-        """Return one vector for a text, float32[size]: its last hidden states, pooled; see `embed_many`.
+        """Return one vector of a text or a picture, float32[size]: its last hidden states, pooled; see `embed_many`.
 
-        prompt: text, which gets the tokens that begin and end a text, or token ids, which are taken as they are.
+        prompt: text, which gets the tokens around it; ids, as they are; a part of a message, or a list of parts.
         """
         options: Any = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions, "truncate": truncate}
         return self.embed_many([prompt], **options)[0]
 
     def embed_many(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[_Embedded],
         *,
         pooling: str | None = None,
         normalize: bool = True,
         dimensions: int | None = None,
         truncate: bool = False,
     ) -> list[NDArray[np.float32]]:
-        """Return one vector per text, in order, the texts computed in batches; each is what `embed` gives.
+        """Return one vector per prompt, in order, computed in batches; each is what `embed` gives.
 
         pooling: "mean", "first" (or "cls"), "last", or "none" for a vector of every token, float32[T, size]. None: as
             the model was trained, or else the mean.
         normalize: scale each vector to length 1. dimensions: keep so many of its first numbers, for models trained to
             be cut (Matryoshka). truncate: cut texts that are longer than the context, which are refused otherwise.
-        Raises: RequestError, ContextLengthError, ClosedError; UnsupportedFormatError for an unknown pooling.
+        Raises: RequestError, MessageError, ContextLengthError, ClosedError, UnsupportedFormatError (of a pooling).
         """
         self._engine.check_usable()
         return self._embedder.embed(
@@ -482,8 +478,12 @@ class LLM(Closing):
 
     def embedding_ids(self, prompts: Sequence[Prompt], *, truncate: bool = False) -> list[NDArray[np.int32]]:
         """Return the token ids, int32[T], that `embed_many` computes of each text. Raises: as it."""
+        return [one.token_ids for one in self.embedding_inputs(prompts, truncate=truncate)]
+
+    def embedding_inputs(self, prompts: Sequence[_Embedded], *, truncate: bool = False) -> list[EmbeddingInput]:
+        """Return what `embed_many` computes of each prompt, which knows its tokens, before it does. Raises: as it."""
         self._engine.check_usable()
-        return self._embedder.token_ids(prompts, truncate=truncate)
+        return self._embedder.inputs(prompts, truncate=truncate)
 
     def rerank(
         self,

@@ -54,6 +54,13 @@ class Beam:
     """"stop" after a stop token, else "length"."""
 
 
+class BeamCompletion(NamedTuple):
+    """Result of a beam search: its text without an end token, and its ids and scores."""
+
+    text: str
+    beam: Beam
+
+
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
     """A document's index among those given, its score for the query, and the tokens that both took together."""

@@ -1,25 +1,26 @@
-"""Texts to vectors and rankings: tokens, batches, dimensions and lengths."""
+"""Texts and pictures to vectors and rankings: batches, dimensions and lengths."""
 
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localinfer.arguments import check_flag, check_number, shown
 from localinfer.engine.engine import Engine
-from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.pooling import TextPooler
+from localinfer.engine.sampling.sampler import not_finite_error
+from localinfer.errors import RequestError
+from localinfer.generation.embedding_inputs import EmbeddingInput, InputReader
+from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import FloatArray, RankedDocument
 
 if TYPE_CHECKING:
+    from localinfer.generation.media import MediaModel, MediaReader
     from localinfer.models.load.loader import Model
-    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.models.media.records import EncoderInput
 
-Text = str | Sequence[int] | NDArray[np.integer]
 POOLINGS = ("none", "mean", "first", "cls", "last")
 RERANK_TEMPLATE_KEY = "tokenizer.chat_template.rerank"
 _YES = "yes"
@@ -28,9 +29,14 @@ _YES = "yes"
 class TextEmbedder:
     """Implementation of `LLM.embed` and `LLM.rerank`. May be used from several threads."""
 
-    def __init__(self, engine: Engine, model: "Model") -> None:
+    def __init__(
+        self, engine: Engine, model: "Model", media: "MediaModel | None" = None, reader: "MediaReader | None" = None
+    ) -> None:
+        """Embed with a model; media: its encoders; reader: of pictures in prompts, if its prompts take them."""
         self._engine = engine
         self._model = model
+        self._media = media
+        self._inputs = InputReader(engine, model, media, reader)
         self._pooler = TextPooler(engine, model)
         self._lock = threading.Lock()
 
@@ -38,26 +44,26 @@ class TextEmbedder:
         """Give up memory, once the engine is closed."""
         self._pooler.close()
 
-    def token_ids(self, texts: Sequence[Text], *, truncate: bool) -> list[NDArray[np.int32]]:
-        """The ids that are computed of each text."""
+    def inputs(self, prompts: Sequence[Any], *, truncate: bool) -> list[EmbeddingInput]:
+        """Prompts as they are computed."""
         truncate = check_flag("truncate", truncate)
-        if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
-            raise RequestError(f"prompts is {shown(texts)}; give a list of texts, or of lists of token ids")
-        return [self._token_ids(text, truncate) for text in texts]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise RequestError(f"prompts is {shown(prompts)}; give a list of texts, lists of token ids, or parts")
+        return [self._inputs.read(one, f"prompts[{index}]", truncate=truncate) for index, one in enumerate(prompts)]
 
     def embed(
         self,
-        texts: Sequence[Text],
+        prompts: Sequence[Any],
         *,
         pooling: str | None,
         normalize: bool,
         dimensions: int | None,
         truncate: bool,
     ) -> list[FloatArray]:
-        """A vector of each text, float32[size], or with pooling "none" of each token, float32[T, size]."""
+        """A vector of each prompt, float32[size], or with pooling "none" of each token, float32[T, size]."""
         normalize = check_flag("normalize", normalize)
         chosen = self._pooling(pooling)
-        found = self._pool(self.token_ids(texts, truncate=truncate), chosen)
+        found = self._vectors(self.inputs(prompts, truncate=truncate), chosen)
         if dimensions is not None and found:
             check_number("dimensions", dimensions, 1, found[0].shape[-1])
         return [_finished(one, dimensions, normalize=normalize) for one in found]
@@ -85,20 +91,31 @@ class TextEmbedder:
                 "the vectors of embed"
             )
         pairs = [self._pair(query, text, truncate) for text in documents]
-        texts = [self._checked(ids) for ids, _ in pairs]
+        texts = [PooledText(self._inputs.checked(ids), num_first=num_first) for ids, num_first in pairs]
         if on_encoded is not None:
-            on_encoded(sum(map(len, texts)))
-        found = self._pool(texts, Pooling.RANK, [num_first for _, num_first in pairs])
+            on_encoded(sum(one.token_ids.size for one in texts))
+        found = self._pool(texts, Pooling.RANK)
         scores = [self._score(outputs, normalize=normalize) for outputs in found]
         ranked = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_n]
-        return [RankedDocument(index, scores[index], len(texts[index])) for index in ranked]
+        return [RankedDocument(index, scores[index], texts[index].token_ids.size) for index in ranked]
 
-    def _pool(
-        self, texts: Sequence[NDArray[np.int32]], pooling: Pooling, num_first: Sequence[int] | None = None
-    ) -> list[FloatArray]:
+    def _vectors(self, inputs: Sequence[EmbeddingInput], pooling: Pooling) -> list[FloatArray]:
+        """The vectors of prompts, of which some are pictures with vectors of their own."""
+        texts = [PooledText(one.token_ids, one.num_hidden) for one in inputs if one.picture is None]
+        pooled = iter(self._pool(texts, pooling))
+        return [next(pooled) if one.picture is None else self._encoded(one.picture) for one in inputs]
+
+    def _encoded(self, picture: "EncoderInput") -> FloatArray:
+        assert self._media is not None, "it has prepared the picture"
+        vector: FloatArray = self._media.encode(picture)[0].copy()
+        if not np.isfinite(vector).all():
+            raise not_finite_error(1)
+        return vector
+
+    def _pool(self, texts: Sequence[PooledText], pooling: Pooling) -> list[FloatArray]:
         # Of two threads one waits for the other's batches: a program grows while it is unused.
         with self._lock:
-            return self._pooler.pool(texts, pooling, num_first)
+            return self._pooler.pool(texts, pooling)
 
     def _pooling(self, name: str | None) -> Pooling:
         if name is None:
@@ -112,35 +129,10 @@ class TextEmbedder:
             raise RequestError(f"pooling is {shown(name)}; give {', '.join(POOLINGS)}, or None for the model's own")
         return Pooling.FIRST if name == "cls" else Pooling(name)
 
-    def _token_ids(self, text: Text, truncate: bool) -> NDArray[np.int32]:
-        room = self._engine.context_length
-        if isinstance(text, str):
-            tokenizer = self._tokenizer()
-            text = tokenizer.encode(text, max_tokens=None if truncate else room)
-            if truncate and len(text) > room:
-                # The tokens that end a text stay.
-                end = tokenizer.ids_after
-                text = text[: room - len(end)] + end
-            return self._checked(text)
-        return self._checked(text, cut=truncate)
-
-    def _checked(self, token_ids: Sequence[int] | NDArray[np.integer], *, cut: bool = False) -> NDArray[np.int32]:
-        room = self._engine.context_length
-        tokens = self._engine.check_prompt(token_ids, needs_tokens=True, shifts_context=True)
-        if cut:
-            tokens = tokens[:room]
-        if tokens.size > room:
-            raise ContextLengthError(
-                f"a text has {tokens.size} tokens, but the context holds {room}; shorten it, or allow truncate",
-                num_tokens=tokens.size,
-                context_length=room,
-            )
-        return tokens
-
     def _pair(self, query: str, document: str, truncate: bool) -> tuple[list[int], int]:
         """Query and document as the model was trained to read them, and how many ids are of the first token type."""
         template = self._model.file.metadata.get(RERANK_TEMPLATE_KEY)
-        tokenizer, room = self._tokenizer(), self._engine.context_length
+        tokenizer, room = self._inputs.tokenizer, self._engine.context_length
         if isinstance(template, str):
             filled = self._filled(template, query, document, truncate)
             return filled, len(filled)
@@ -160,7 +152,7 @@ class TextEmbedder:
 
     def _filled(self, template: str, query: str, document: str, truncate: bool) -> list[int]:
         """The ids of a prompt; only the template's own text may spell control tokens."""
-        tokenizer, room = self._tokenizer(), self._engine.context_length
+        tokenizer, room = self._inputs.tokenizer, self._engine.context_length
 
         def encoded(text: str) -> list[int]:
             segments = [
@@ -175,11 +167,6 @@ class TextEmbedder:
             document = document[: max(0, len(document) * room // len(found) - 1)]
             found = encoded(document)
         return found
-
-    def _tokenizer(self) -> "Tokenizer":
-        if self._model.tokenizer is None:
-            raise RequestError("the model file has no tokenizer; give texts as token ids")
-        return self._model.tokenizer
 
     def _score(self, outputs: FloatArray, *, normalize: bool) -> float:
         """One number of the classifier's output: the relevance of the document."""

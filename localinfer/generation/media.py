@@ -54,6 +54,8 @@ class MediaModel(Protocol):
 
     kinds: tuple[MediaKind, ...]
     """Kinds that it reads."""
+    gives_vectors: bool
+    """True if each picture becomes a vector beside those of texts, and none is part of a prompt."""
     pool: "ThreadPool"
     """Threads of its own, so that the model may take steps meanwhile."""
 
@@ -91,6 +93,9 @@ class MediaModel(Protocol):
 
     def encode(self, piece: EncoderInput, check: Check | None = None) -> FloatArray:
         """Return the embeddings, float32[num_rows, width]; check: called now and then, and ends it by raising."""
+
+    def count_patches(self, piece: EncoderInput) -> int:
+        """Patches that the encoder computes of a picture."""
 
     def sees_itself(self, piece: EncoderInput) -> bool:
         """True if the decoder's rows of this input see each other in both directions."""
@@ -339,13 +344,7 @@ class MediaReader:
         return tuple(run for one in found if one is not None for run in one.runs)
 
     def _hold(self, source: MediaSource, salt: bytes) -> _Held:
-        if source.kind not in self._model.kinds:
-            raise MessageError(
-                f"{source.path} is {'a picture' if source.kind == 'image' else 'a sound'}, and this model reads "
-                f"{' and '.join(('text', *map(_named, self._model.kinds)))}; leave it out, or load a model that does",
-                source.path,
-                is_unsupported=True,
-            )
+        check_kind(source, self._model.kinds)
         marker = source.marker
         with self._lock:
             held = self._held.get(marker)
@@ -399,17 +398,34 @@ class MediaReader:
             if known is not None:
                 self._prepared.move_to_end(key)
                 return known
-        try:
-            made = self._model.prepare(source.kind, source.data, is_alone=not self._tokens)
-        except ContextLengthError:
-            raise
-        except RequestError as error:
-            raise MessageError(f"{source.path}: {error}", source.path) from None
+        made = prepared(self._model, source, is_alone=not self._tokens)
         with self._lock:
             self._prepared[key] = made
             while len(self._prepared) > 1 and sum(map(_num_bytes, self._prepared.values())) > _MOST_PREPARED_BYTES:
                 self._prepared.popitem(last=False)
         return made
+
+
+def check_kind(source: MediaSource, kinds: Sequence[MediaKind]) -> None:
+    """Raise MessageError for a picture or sound that a model does not read. kinds: those that it does."""
+    if source.kind not in kinds:
+        raise MessageError(
+            f"{source.path} is {'a picture' if source.kind == 'image' else 'a sound'}, and this model reads "
+            f"{' and '.join(('text', *map(_named, kinds)))}; leave it out, or load a model that does",
+            source.path,
+            is_unsupported=True,
+        )
+
+
+def prepared(model: MediaModel, source: MediaSource, *, is_alone: bool = True) -> tuple[PreparedMedia, tuple[str, ...]]:
+    """A picture or sound as a model prepares it, and what was left out. Raises: MessageError naming its part;
+    ContextLengthError."""
+    try:
+        return model.prepare(source.kind, source.data, is_alone=is_alone)
+    except ContextLengthError:
+        raise
+    except RequestError as error:
+        raise MessageError(f"{source.path}: {error}", source.path) from None
 
 
 def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,18 +1,18 @@
 """Whole texts of token ids to vectors, scores or log probabilities, many in a batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import MediaRun
+from localinfer.engine.media import MediaRun, PlacedMedia
 from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.kernels.cpu.lower import MAX_BATCH_ROWS
-from localinfer.kernels.program import Program
+from localinfer.kernels.program import Program, Segment
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import FloatArray
 
@@ -27,18 +27,48 @@ from localinfer.types import TokenLogprobs
 TokenIds = NDArray[np.int32]
 
 
+@dataclass(frozen=True, eq=False)
+class PooledText:
+    """A text, and what its rows are told."""
+
+    token_ids: TokenIds
+    """Checked by `Engine.check_prompt`, at least one."""
+    num_hidden: int = 0
+    """First ids that the others do not see."""
+    num_first: int | None = None
+    """Of a pair, how many ids are of the first of the model's token types, the others being of the second; None for
+    all."""
+
+
+@dataclass(frozen=True)
+class _HiddenStart:
+    """Stands in for the media of a sequence whose first rows are hidden from the others."""
+
+    num_hidden: int
+
+    def on_rows(self, segment: Segment) -> Segment:
+        """A segment with the first position that each row sees: its own, for hidden ones."""
+        own = np.arange(segment.start_position, segment.start_position + segment.num_rows)
+        return replace(segment, key_starts=np.minimum(own, self.num_hidden))
+
+
 @dataclass(eq=False)
 class _Text:
-    """A text on its way: its pages while it has any, and the results of its rows that are wanted.
+    """A text on its way: its pages while it has any, and the results of its rows that are wanted."""
 
-    num_first: how many of its ids, from the first on, are of token type 0; the others are of type 1.
-    """
-
-    index: int
-    token_ids: TokenIds
-    num_first: int
+    given: PooledText
     sequence: SequenceCache | None = None
     rows: list[FloatArray] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Its ids."""
+        return self.given.token_ids
+
+    @property
+    def num_first(self) -> int:
+        """Ids of the first token type."""
+        return self.token_ids.size if self.given.num_first is None else self.given.num_first
 
 
 @dataclass(frozen=True)
@@ -65,23 +95,19 @@ class TextPooler:
         self._is_encoder = model.config.is_encoder
         self._programs: dict[Pooling, Program] = {}
 
-    def pool(
-        self, texts: Sequence[TokenIds], pooling: Pooling, num_first: Sequence[int] | None = None
-    ) -> list[FloatArray]:
+    def pool(self, texts: Sequence[PooledText], pooling: Pooling) -> list[FloatArray]:
         """Pool each text: float32[size], float32[labels] scores, or float32[T, size] for NONE.
 
-        texts: checked by `Engine.check_prompt`, at least one id each. num_first: of pairs, how many ids of each are of
-        the first of the model's token types, the others being of the second; None for all. Vectors have the length that
-        the model gives them. Raises: OutOfMemoryError, ClosedError; ModelFileError for what is not finite.
+        Vectors have the length that the model gives them. Raises: OutOfMemoryError, ClosedError; ModelFileError for
+        what is not finite.
         """
         if not texts:
             return []
         kind = self._computed(pooling)
         self._engine.check_usable()
-        room = self._reserve(kind, max(map(len, texts)))
+        room = self._reserve(kind, max(one.token_ids.size for one in texts))
         taken = self._taken_rows(kind, pooling)
-        firsts = map(len, texts) if num_first is None else num_first
-        waiting = [_Text(index, ids, first) for index, (ids, first) in enumerate(zip(texts, firsts, strict=True))]
+        waiting = [_Text(one) for one in texts]
         try:
             for batch in _batches(waiting, room, None if self._is_whole(kind) else room):
                 self._run(kind, batch, taken)
@@ -147,6 +173,9 @@ class TextPooler:
             for piece in batch:
                 if piece.text.sequence is None:
                     piece.text.sequence = cache.open()
+                    if piece.text.given.num_hidden:
+                        # Of a sequence that is not cached, what it tells of its rows is all that is asked.
+                        piece.text.sequence.media = cast("PlacedMedia", _HiddenStart(piece.text.given.num_hidden))
                 sequences.append(piece.text.sequence)
             ids = [piece.text.token_ids[piece.start : piece.stop] for piece in batch]
             types = _token_types(batch)

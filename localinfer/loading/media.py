@@ -17,6 +17,7 @@ from localinfer.errors import ContextLengthError, MissingPackageError, RequestEr
 from localinfer.generation.chat.media_parts import CAPABILITIES, MediaKind
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
+from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.media.companion import find_companion
 from localinfer.models.media.encoder import MediaEncoder, read_mmproj
 from localinfer.models.media.folder_media import FolderMedia, open_folder_media
@@ -120,11 +121,13 @@ def open_media(path: Path, model: "Model", memory: Path | None, progress: Progre
         else:
             file = opened.enter_context(read_gguf(path))
             found = read_mmproj(file, has_mrope=has_mrope)
+        gives_vectors = find_architecture(config).compares_pictures
+        size = model.file.tensor("dense_2.weight").shape[0] if gives_vectors else config.hidden_size
         for part in (found.picture, found.sound):
-            if part is not None and part.output_size != config.hidden_size:
+            if part is not None and part.output_size != size:
                 raise RequestError(
                     f"{path.name} makes embeddings of {part.output_size} numbers, and {model.file.path.name} takes "
-                    f"{config.hidden_size}; give the mmproj file of this model"
+                    f"{size}; give the encoders of this model"
                 )
         weights = WeightsFiles(file, memory)
         settings = hashlib.sha256(repr(found).encode()).digest()
@@ -153,6 +156,7 @@ def open_media(path: Path, model: "Model", memory: Path | None, progress: Progre
         close=close,
         text_size=config.hidden_size,
         context_length=config.context_length,
+        gives_vectors=gives_vectors,
         identity=identity,
         has_token=_token_finder(model),
     )
@@ -171,11 +175,13 @@ class LoadedMedia:
         close: Callable[[], None],
         text_size: int,
         context_length: int,
+        gives_vectors: bool = False,
         identity: Callable[[], bytes],
         has_token: Callable[[str], bool],
     ) -> None:
         self.config = encoder.config
         self.kinds = _kinds(self.config)
+        self.gives_vectors = gives_vectors
         self._encoder = encoder
         self._folder = folder
         self.tokens: dict[MediaKind, str] = {}
@@ -259,6 +265,12 @@ class LoadedMedia:
         """
         with checked_lock(self._lock, check):
             return self._encoder.encode(piece, check)
+
+    def count_patches(self, piece: EncoderInput) -> int:
+        """Patches that the encoder computes of a picture."""
+        assert self.config.picture is not None, "it has prepared a picture"
+        height, width = map(int, piece.values.shape[:2])
+        return height // self.config.picture.patch_size * (width // self.config.picture.patch_size)
 
     def sees_itself(self, piece: EncoderInput) -> bool:
         """True if the decoder's rows of this input see each other in both directions."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.attention_families import DELTA, LATENT, MINIMAX
+from localinfer.models.checkpoint.contrastive_families import CONTRASTIVE
 from localinfer.models.checkpoint.dense_families import DENSE, GPT
 from localinfer.models.checkpoint.encoder_families import BERT_KIN, ENCODERS
 from localinfer.models.checkpoint.family import Family
@@ -54,8 +55,8 @@ _HEARS = (
 )
 _SPEAKS = "bark csm dia encodec mimi moshi musicgen musicgen_melody speecht5 vits"
 _COMPARES = (
-    "aimv2 align altclip bridgetower chinese_clip clap clip clvp flava groupvit metaclip_2 siglip siglip2 tipsv2"
-    " videoprism vision-text-dual-encoder xclip"
+    "aimv2 align altclip bridgetower chinese_clip clap clvp flava groupvit metaclip_2 tipsv2 videoprism"
+    " vision-text-dual-encoder xclip"
 )
 _OWN_TEXT = (
     "apertus1p5 aria blip-2 cosmos3_edge deepseek_ocr2 dots3_note emu3 fuyu granite4_vision instructblip"
@@ -119,6 +120,7 @@ FAMILIES: dict[str, Family] = {
     **GEMMA4,
     **ENCODERS,
     **BERT_KIN,
+    **CONTRASTIVE,
 }
 """Families by `model_type`."""
 
@@ -178,6 +180,7 @@ def _wrappers(kinds: Mapping[tuple[str, bool | None], str]) -> dict[str, Wrapper
 
 WRAPPERS: dict[str, Wrapper] = _wrappers(
     {
+        ("clip_text_model", None): "clip",
         ("cohere2", True): "aya_vision cohere2_vision",
         ("deepseek_v3", True): "kimi_k25",
         ("exaone4", False): "exaone4_5",
@@ -218,6 +221,8 @@ WRAPPERS: dict[str, Wrapper] = _wrappers(
         ("qwen3_omni_moe_text", False): "qwen3_omni_moe qwen3_omni_moe_thinker",
         ("qwen3_vl_moe_text", False): "qwen3_vl_moe",
         ("qwen3_vl_text", False): "cosmos3_omni qwen3_vl",
+        ("siglip2_text_model", None): "siglip2",
+        ("siglip_text_model", None): "siglip",
         ("step3p5", None): "step3p7",
     }
 )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
+from localinfer.models.checkpoint.contrastive_families import reading_metadata
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
@@ -138,6 +139,7 @@ class CheckpointModel(Closing):
         metadata = parameters.metadata | self._per_layer(parameters)
         if text_modules.pooling_type is not None:
             metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
+        metadata |= reading_metadata(metadata, folder.json("tokenizer_config.json") or {})
         self.metadata = metadata | quantization | self._read_tokenizer() | read_sampling(folder)
         self._records = {name: self._record(planned) for name, planned in self._plan.items()}
         self.tensors = {name: found for name, found in self._records.items() if not _is_inner(name, parameters)}

@@ -20,7 +20,7 @@ _PREFIXES = (
         "language_model.backbone.",
     ),
     *("backbone.", "transformer.", "gpt_neox.", "bert.", "roberta.", "mpnet.", "distilbert.", "electra.", "albert."),
-    *("deberta.", "gte.", "new."),
+    *("deberta.", "gte.", "new.", "text_model."),
 )
 _HEADS = (
     *("lm_head", "language_model.lm_head", "model.language_model.lm_head"),
@@ -160,7 +160,8 @@ class _Targets:
 
     def _text_roots(self, family: Family) -> tuple[str, ...]:
         """Beginnings of the names of the text model's tensors and of its output matrix."""
-        heads = tuple(f"{head}." for head in _HEADS)
+        named = [name for name, _ in (pair for sources in family.heads.values() for pair in _names(sources))]
+        heads = tuple(f"{head}." for head in (*_HEADS, *named))
         if self._prefix:
             # A model of its own inside the wrapper has its head beside its layers.
             whole = re.sub(r"(?<=language_model\.)(model|backbone)\.$", "", self._prefix)
@@ -195,7 +196,7 @@ class _Targets:
             return True
         if not self._has_other_parts or _DRAFTER.match(name) or _OTHER_HEADS.fullmatch(name):
             return False
-        return not name.startswith(self._roots)
+        return not name.startswith(self._roots) and not self.is_unused(name)
 
     def is_of_a_drafter(self, name: str) -> bool:
         """Return whether a tensor is of the layers behind the last that config.json says predict further tokens."""

@@ -134,10 +134,14 @@ class Architecture:
     """After the last layer."""
     causal: bool = True
     """Positions see no later ones."""
+    compares_pictures: bool = False
+    """Pictures have a tower of their own, which makes vectors beside those of texts; no prompt holds their rows."""
     picture_sight: SelfSight = SelfSight.NONE
     """Rows of pictures that see the later ones of theirs."""
     picture_rows: int = 0
     """Rows of the family's largest picture, which one batch has to hold then; 0 where usual batches hold it."""
+    hides_start: bool = False
+    """Rows may be told which position they see first: what fills up a text before its first token is hidden."""
     has_token_types: bool = False
     """A vector of its token type is added to every embedding; encoders may do without one."""
     projects_embedding: bool = False

@@ -13,11 +13,11 @@ from localinfer.models.decoder.block_config import MAX_CONTEXT, MAX_LAYERS, MAX_
 from localinfer.models.decoder.metadata import MetadataReader, shown
 
 BIDIRECTIONAL = frozenset(
-    "bert deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 modern-bert mpnet neo-bert"
-    " nomic-bert nomic-bert-moe".split()
+    "bert clip-text deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 modern-bert"
+    " mpnet neo-bert nomic-bert nomic-bert-moe siglip-text".split()
 )
-"""Architectures whose positions see later ones: encoders."""
-_WITH_ACTIVATION = ("bitnet", "modern-bert", "modern-bert-decoder")
+"""Encoders: architectures whose positions see later ones, or that have no next token."""
+_WITH_ACTIVATION = ("bitnet", "clip-text", "modern-bert", "modern-bert-decoder")
 """Their files say which activation they have."""
 _DENSE_FIRST = ("cohere2moe", "laguna", "modern-bert", "modern-bert-decoder", "smallthinker")
 """Architectures whose window's pattern has full attention in the first layer of a period, not in the last."""

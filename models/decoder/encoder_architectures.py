@@ -135,8 +135,30 @@ def _gemma_embedding(config: ModelConfig) -> Architecture:
     )
 
 
+def _contrastive(config: ModelConfig) -> Architecture:
+    """The text towers of CLIP (arXiv 2103.00020) and SigLIP (2303.15343): GPT-2's blocks; SigLIP's see later rows."""
+    activation = {"quick_gelu": Activation.GELU_QUICK, "gelu": Activation.GELU_ERF}
+    is_clip = config.architecture == "clip-text"
+    if is_clip and config.hidden_activation not in activation:
+        raise UnsupportedFormatError(
+            f"clip-text.hidden_activation is {config.hidden_activation!r:.40}; this version computes "
+            f"{' and '.join(activation)}. Update localinfer or choose another model."
+        )
+    return Architecture(
+        causal=is_clip,
+        hides_start=is_clip,
+        compares_pictures=True,
+        norm=Norm.LAYER,
+        learned_positions=True,
+        has_rope=_without_rope(config),
+        activation=activation[config.hidden_activation] if is_clip else Activation.GELU_TANH,
+        gated=False,
+    )
+
+
 ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "bert": _bert,
+    "clip-text": _contrastive,
     "deberta-v2": _deberta,
     # EuroBERT (arXiv 2503.05500): Llama's blocks.
     "eurobert": Architecture(causal=False),
@@ -155,6 +177,7 @@ ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     # Nomic Embed (arXiv 2402.01613), and with experts in every other layer (2502.07972).
     "nomic-bert": replace(_BERT, gated=True, activation=Activation.SILU),
     "nomic-bert-moe": replace(_BERT, normalise_experts=False),
+    "siglip-text": _contrastive,
 }
 
 DECODERS_OF_THEIR_KIND: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {

@@ -26,9 +26,11 @@ class Graph:
         self._buffers: dict[tuple[str, int, Rows], Buffer] = {}
 
     def takes_ranges(self, *, windowed: bool) -> bool:
-        """Return whether rows of a layer may see later ones of their picture."""
+        """Return whether rows of a layer may be told what they see: later rows of their picture, or not the first."""
         sight = self.architecture.picture_sight
-        return self.config.takes_media and (sight is SelfSight.ALL or (sight is SelfSight.WINDOWED and windowed))
+        return self.architecture.hides_start or (
+            self.config.takes_media and (sight is SelfSight.ALL or (sight is SelfSight.WINDOWED and windowed))
+        )
 
     def buffer(self, name: str, width: int, rows: Rows) -> Buffer:
         """The buffer of this name and shape, reserved on first use."""

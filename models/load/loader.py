@@ -347,7 +347,8 @@ def opened_model(
     opened: OpenModel | None = None
     try:
         own_config = read_config(file)
-        config = replace(with_context(own_config, file, context_length, changes), takes_media=takes_media)
+        config = with_context(own_config, file, context_length, changes)
+        config = replace(config, takes_media=takes_media and not find_architecture(config).compares_pictures)
         note_unknown_settings(file, "which may change the model's answers")
         tokenizer = tokenizer_or_none(file, progress)
         if tokenizer is None and changes is not None and changes.chat_template is not None:

@@ -1,18 +1,21 @@
-"""Mergers of MiniCPM-V, in which rows become fewer by attention.
+"""Mergers in which rows become fewer by attention: those of MiniCPM-V, and SigLIP's head.
 
 After the encoder, or inside it: learned queries that attend to all rows of a picture, or windows of four rows that see
 each other and become one.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
-from localinfer.kernels.ops import Activation, AttentionShape, KVLayerShape
+from localinfer.kernels.ops import Activation, AttentionShape, Buffer, KVLayerShape, Projection
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import PictureConfig
 from localinfer.models.media.patch_positions import Grid
-from localinfer.models.media.row_graph import KeyPages, RowGraph, Seen, graph_writer, mean_of_parts
+from localinfer.models.media.row_graph import KeyPages, RowGraph, RowWriter, Seen, graph_writer, mean_of_parts
 from localinfer.models.media.vision_blocks import BlockShape, norm, write_attention
 from localinfer.types import FloatArray
 
@@ -71,6 +74,49 @@ def _sines(grid: Grid, width: int) -> FloatArray:
     rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
     parts = [part(axis[:, None] * frequencies) for axis in (columns, rows) for part in (np.sin, np.cos)]
     return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+class PoolingHead:
+    """One learned query that attends to all rows of a picture, and a small network behind it (SigLIP)."""
+
+    def __init__(
+        self, config: PictureConfig, shape: BlockShape, weights: EncoderWeights, pool: ThreadPool | None
+    ) -> None:
+        width, name = config.hidden_size, "v.head"
+        self._pages = KeyPages(shape.keys)
+        self._query = weights.values(f"{name}.probe", 1, width)
+        writer = graph_writer(weights, self._pages)
+        keys, values = _parts_of_fused(writer, writer.input("rows", width), f"{name}.attn_qkv", ("keys", "values"), 1)
+        writer.builder.store_kv(0, keys, values)
+        self._keys = RowGraph(pool, writer, [keys], self._pages)
+        writer = graph_writer(weights, self._pages)
+        (query,) = _parts_of_fused(writer, writer.input("query", width), f"{name}.attn_qkv", ("projected query",), 0)
+        attended = writer.buffer("attended", width)
+        writer.builder.attention(attended, query, 0, replace(shape.attention, bidirectional=False, excludes_own=True))
+        pooled = writer.linear(attended, f"{name}.attn_out", "pooled", width)
+        inner = writer.layer_norm(pooled, f"{name}.ln", "normed", shape.norm_epsilon)
+        inner = writer.activation(writer.linear(inner, f"{name}.ffn_up", "inner"), shape.activation)
+        out = writer.linear(inner, f"{name}.ffn_down", "embeddings", width, residual=pooled)
+        self._result = RowGraph(pool, writer, [out], self._pages)
+        self.graphs = [self._keys, self._result]
+
+    def run(self, rows: FloatArray, grid: Grid) -> FloatArray:
+        """The row [1, width] of a picture's rows."""
+        self._pages.reserve(len(rows) + 1)
+        self._keys.run([rows])
+        return self._result.run([self._query], num_keys=len(rows))[0].copy()
+
+
+def _parts_of_fused(writer: RowWriter, x: Buffer, name: str, outs: Sequence[str], first: int) -> list[Buffer]:
+    """Products with some of the three parts, from `first` on, of one matrix of queries, keys and values."""
+    width, weights, projections = x.width, writer.weights, []
+    bias = weights.optional(f"{name}.bias", 3 * width)
+    for index, out in enumerate(outs, first):
+        rows = slice(index * width, (index + 1) * width)
+        weight = weights.linear(f"{name}.weight", 3 * width, width, rows)
+        projections.append(Projection(weight, writer.buffer(out, width), None if bias is None else bias[rows]))
+    writer.builder.matmul(x, projections)
+    return [projection.out for projection in projections]
 
 
 class WindowMerger:

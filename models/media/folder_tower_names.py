@@ -65,6 +65,17 @@ def siglip_names(root: str, has_last_norm: bool = True) -> dict[str, str | To | 
     return found | ({f"{root}.post_layernorm": "v.post_ln"} if has_last_norm else {})
 
 
+POOLING_HEAD: Targets = {
+    "vision_model.head.probe": To("v.head.probe", FLAT_ROW),
+    "vision_model.head.attention.in_proj_weight": "v.head.attn_qkv.weight",
+    "vision_model.head.attention.in_proj_bias": "v.head.attn_qkv.bias",
+    "vision_model.head.attention.out_proj": "v.head.attn_out",
+    "vision_model.head.layernorm": "v.head.ln",
+    "vision_model.head.mlp.fc1": "v.head.ffn_up",
+    "vision_model.head.mlp.fc2": "v.head.ffn_down",
+}
+
+
 QWEN_BLOCKS: Targets = {
     "norm1": "ln1",
     "norm2": "ln2",

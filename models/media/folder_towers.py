@@ -27,6 +27,7 @@ from localinfer.models.media.folder_tower_names import (
     LLAVA_PROJECTOR,
     MINICPM_NAMES,
     PADDLE_NAMES,
+    POOLING_HEAD,
     QWEN_NAMES,
     block_names,
     columns_first,
@@ -507,6 +508,12 @@ def _ovis_fields(tower: Tower) -> dict[str, Any]:
     return {"merge": tower.vision.integer("hidden_stride", high=64), "num_marks": len(OVIS_MARKS)}
 
 
+def _siglip2_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
+    patches = To("v.patch_embd.weight", patches_last(vision.integer("patch_size")))
+    targets = siglip_names("vision_model") | {"vision_model.embeddings.patch_embedding.weight": patches}
+    return TowerNames(("vision_model",), targets | dict(POOLING_HEAD))
+
+
 def _llama4_fields(tower: Tower) -> dict[str, Any]:
     return {
         "merge": _inverse(tower.vision, "pixel_shuffle_ratio"),
@@ -666,6 +673,20 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         _SIGLIP_CLASS | {"num_attention_heads": 16, "patch_size": 14, "image_size": 980},
         _minicpm_fields,
     ),
+    "clip": TowerFamily(
+        "class_row",
+        lambda settings, vision: TowerNames(
+            ("vision_model", "visual_projection"), siglip_names("vision_model") | {"visual_projection": "mm.fc"}
+        ),
+        _CLIP_CLASS,
+        lambda tower: {"is_class_first": True},
+    ),
+    "siglip": TowerFamily(
+        "pooled",
+        lambda settings, vision: TowerNames(("vision_model",), siglip_names("vision_model") | dict(POOLING_HEAD)),
+        _SIGLIP_CLASS,
+    ),
+    "siglip2": TowerFamily("pooled_any_size", _siglip2_names, _SIGLIP_CLASS),
     "paddleocr_vl": TowerFamily(
         "paddleocr",
         _siglip_names(("visual", "mlp_AR"), PADDLE_NAMES),

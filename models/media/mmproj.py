@@ -70,6 +70,10 @@ FOLDER_PROJECTORS = {
     "gated": Projector("mm.down.weight"),
     # Rows joined, shares of a visual vocabulary, and their mean embedding.
     "ovis2": Projector("mm.embd.weight"),
+    # One vector of a picture, beside those of texts: of the class row, and of a query that attends to all rows.
+    "class_row": Projector("mm.fc.weight"),
+    "pooled": Projector("v.head.ffn_down.weight"),
+    "pooled_any_size": Projector("v.head.ffn_down.weight"),
 }
 """Kinds of folders that no mmproj file has."""
 

@@ -9,7 +9,7 @@ from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatE
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.kernels.ops import Buffer, Projection
-from localinfer.models.media.attention_mergers import Resampler, WindowMerger
+from localinfer.models.media.attention_mergers import PoolingHead, Resampler, WindowMerger
 from localinfer.models.media.encoder_weights import EncoderWeights
 from localinfer.models.media.mmproj import PictureConfig
 from localinfer.models.media.patch_positions import (
@@ -64,7 +64,11 @@ class VisionEncoder:
             )
         self._features: list[str] = []
         self._merger = WindowMerger(config, self._shape, weights, pool, self._pages) if self._merges_windows else None
-        self._resampler = Resampler(config, weights, pool) if config.projector == "resampler" else None
+        self._resampler: Resampler | PoolingHead | None = None
+        if config.projector == "resampler":
+            self._resampler = Resampler(config, weights, pool)
+        elif self._family.pools_rows:
+            self._resampler = PoolingHead(config, self._shape, weights, pool)
         self._body: RowGraph | None = None
         self._later: RowGraph | None = None
         self._projector: RowGraph | None = None
@@ -163,7 +167,9 @@ class VisionEncoder:
         rows = self._body.run(inputs, seen)
         if self._merger is not None and self._later is not None:
             rows = self._later.run([self._merger.run(rows[0])])
-        if self._has_class_row:
+        if self._family.takes_class_row:
+            rows = [part[len(patches) :].copy() for part in rows]
+        elif self._has_class_row:
             # llama.cpp puts it last in LLaVA's encoder, and leaves out the first row, as if it were there.
             first = 1 if self._family.skips_last_block and not self._config.is_class_first else 0
             rows = [part[first : first + len(patches)] for part in rows]
@@ -174,6 +180,8 @@ class VisionEncoder:
         if self._resampler is not None:
             return self._resampler.run(rows[0], grid)
         assert self._projector is not None, "written for every other family"
+        if self._family.takes_class_row:
+            return self._projector.run([rows[0]])[0].copy()
         if config.projector == "minicpmv4_6":
             # Its rows are in the order of its blocks of blocks.
             joined = [rows[0].reshape(len(rows[0]) // 4, -1)]

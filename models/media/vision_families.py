@@ -55,6 +55,10 @@ class VisionFamily:
     """True if most blocks see windows of the picture."""
     skips_last_block: bool = False
     """True if the last block is left out, unless the file names the blocks that are taken."""
+    takes_class_row: bool = False
+    """True if the class row is projected, in place of the others."""
+    pools_rows: bool = False
+    """True if a learned query attends to all rows, and its result is the picture's."""
 
 
 def _activation(config: PictureConfig, usual: Activation) -> Activation:
@@ -130,6 +134,10 @@ def _gemma4_projection(writer: RowWriter, config: PictureConfig, x: Buffer) -> B
 
 def _idefics3(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     return writer.linear(x, "mm.model.fc", "embeddings", config.output_size)
+
+
+def _class_row(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
+    return writer.linear(x, "mm.fc", "embeddings", config.output_size)
 
 
 def _pixtral(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
@@ -245,6 +253,9 @@ FAMILIES: dict[str, VisionFamily] = {
     "janus_pro": VisionFamily(_by_config(lambda kind: _names("mm.0", "mm.1", kind)), Table.FIXED),
     "gated": VisionFamily(_after_norm("mm.input_norm", _gated), Table.FIXED),
     "ovis2": VisionFamily(_ovis2, Table.FIXED, has_rms_norms=True),
+    "class_row": VisionFamily(_class_row, Table.FIXED, takes_class_row=True),
+    "pooled": VisionFamily(_idefics3, Table.FIXED, pools_rows=True),
+    "pooled_any_size": VisionFamily(_idefics3, Resize.ANTIALIAS, pools_rows=True),
     "minicpmv4_6": VisionFamily(_after_norm("mm.input_norm", _names("mm.up", "mm.down", _ERF), None), Table.BUCKETS),
     "resampler": VisionFamily(_QWEN, Table.BUCKETS, may_swap_ffn=True),
 }

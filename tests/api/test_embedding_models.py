@@ -11,7 +11,7 @@ import pytest
 import localinfer
 from localinfer.apps.quantize import quantize
 from localinfer.errors import ContextLengthError, LocalinferError, RequestError
-from localinfer.generation.pooling import TextPooler
+from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.llm import LLM
 from localinfer.models.decoder.block_config import Pooling
 from tests.api.encoder_models import CONTEXT, vocabulary_entries, write_encoder
@@ -203,14 +203,15 @@ def test_the_second_text_of_a_pair_is_of_the_second_type(folder: Path) -> None:
     with localinfer.load(write_encoder(folder, "bert-reranker"), threads=1) as llm:
         pairs = [llm._embedder._pair("the cat", text, truncate=False) for text in documents]
         pooler = TextPooler(engine_of(llm), model_of(llm))
-        ids, firsts = [np.array(ids, np.int32) for ids, _ in pairs], [first for _, first in pairs]
-        wanted = [float(scores[0]) for scores in pooler.pool(ids, Pooling.RANK, firsts)]
-        untyped = [float(scores[0]) for scores in pooler.pool(ids, Pooling.RANK)]
+        typed = [PooledText(np.array(ids, np.int32), num_first=first) for ids, first in pairs]
+        wanted = [float(scores[0]) for scores in pooler.pool(typed, Pooling.RANK)]
+        plain = [PooledText(one.token_ids) for one in typed]
+        untyped = [float(scores[0]) for scores in pooler.pool(plain, Pooling.RANK)]
         found = {one.index: one.score for one in llm.rerank("the cat", documents, normalize=False)}
         assert [found[index] for index in range(len(documents))] == wanted != untyped
         # One by one they are the same: types go with their text, whatever shares the batch.
-        for one, first, score in zip(ids, firsts, wanted, strict=True):
-            assert float(pooler.pool([one], Pooling.RANK, [first])[0][0]) == score
+        for one, score in zip(typed, wanted, strict=True):
+            assert float(pooler.pool([one], Pooling.RANK)[0][0]) == score
 
 
 def test_files_that_declare_one_type_have_one(folder: Path) -> None:
@@ -262,7 +263,7 @@ def test_decoders_rank_by_the_prompt_in_their_file(folder: Path) -> None:
 def test_scores_of_the_fixture_are_the_reference_runtimes(folder: Path) -> None:
     model = build_text_model(folder, "qwen3-reranker")
     with localinfer.load(model.path, threads=1, kv_type="f32") as llm:
-        (outputs,) = llm._embedder._pooler.pool([model.token_ids], Pooling.RANK)
+        (outputs,) = llm._embedder._pooler.pool([PooledText(model.token_ids)], Pooling.RANK)
         score = llm._embedder._score(outputs, normalize=True)
         assert score == pytest.approx(float(model.answers["scores"][0]), abs=1e-5)
 

@@ -114,7 +114,8 @@ for path in {paths!r}:
             llm.embed_many(texts, pooling=pooling, truncate=True)
     if "rerank" in llm.capabilities:
         from localinfer.models.decoder.block_config import Pooling
-        llm._embedder._pool([np.array(text, np.int32) for text in texts], Pooling.RANK)
+        from localinfer.generation.pooling import PooledText
+        llm._embedder._pool([PooledText(np.array(text, np.int32)) for text in texts], Pooling.RANK)
     llm.close()
 """)
 

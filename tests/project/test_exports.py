@@ -23,6 +23,8 @@ INTERNAL = {
     ("LLM", "encode_prompt(return)"),
     *(("LLM", f"{name}(prompt)") for name in ("complete", "acomplete", "stream")),
     ("LLM", "prefill(return)"),
+    *(("LLM", place) for place in ("embed(prompt)", "embed_many(prompts)")),
+    *(("LLM", f"embedding_inputs({place})") for place in ("prompts", "return")),
     ("LLM", "store_prompt(return)"),
     ("LLM", "handover_fingerprint(return)"),
     ("Session", "from_json(llm)"),

@@ -23,6 +23,7 @@ from localinfer.storage.conversations import ConversationStore, SavedConversatio
 from tests.api.encoder_models import write_encoder
 from tests.apps.server.local_servers import ServedModel, serving
 from tests.models.talking_models import build_talking_model
+from tests.support.comparing_model import write_clip
 from tests.support.documents import REPOSITORY, blocks, guides, parts_of
 from tests.support.limits import seconds
 from tests.support.seeing_model import picture_file, seeing_demo
@@ -47,7 +48,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "model-f16.gguf", folder / "model-q4.gguf")
     shutil.move(seeing_demo(folder / "encoders"), folder / "seeing.gguf")
     shutil.move(folder / "encoders" / "mmproj-demo-f16.gguf", folder / "mmproj-seeing.gguf")
-    (folder / "page.jpg").write_bytes(picture_file())
+    write_clip(folder / "clip-vit-base-patch32")
+    for name in ("page", "photo"):
+        (folder / f"{name}.jpg").write_bytes(picture_file())
     (folder / "my-text.txt").write_text("Once upon a time there was a little dog. " * 60, encoding="utf-8")
     (folder / "texts.txt").write_text("a cat\na dog\n", encoding="utf-8")
     (folder / "notes.txt").write_text("Buy milk.\n", encoding="utf-8")

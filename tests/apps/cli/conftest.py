@@ -6,8 +6,7 @@ import pytest
 
 import localinfer
 from localinfer.generation.stream import Stats, StreamEvent
-from localinfer.llm import BeamCompletion
-from localinfer.types import Beam
+from localinfer.types import Beam, BeamCompletion
 
 
 class FakeStream:

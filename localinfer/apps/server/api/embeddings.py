@@ -1,4 +1,5 @@
-"""`/v1/embeddings` and llama-server's `/embedding`: vectors of texts; `/v1/rerank`: documents by relevance."""
+"""`/v1/embeddings` and llama-server's `/embedding`: vectors of texts and pictures; `/v1/rerank`: documents by
+relevance."""
 
 import asyncio
 import base64
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.embedding_fields import Parts, embedded, read_inputs
 from localinfer.apps.server.replies.fields import Pieces, embedding_prompt, read_prompts
 from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.apps.server.transport.bodies import unless_gone
@@ -23,8 +25,9 @@ from localinfer.apps.server.transport.known_fields import EMBEDDINGS, RERANK, Kn
 from localinfer.errors import ContextLengthError
 
 if TYPE_CHECKING:
+    from localinfer.generation.embedding_inputs import EmbeddingInput
     from localinfer.llm import LLM
-    from localinfer.types import RankedDocument, TokenIds
+    from localinfer.types import RankedDocument
 
 
 Text = TypeVar("Text")
@@ -36,7 +39,8 @@ _TEXTS_AT_ONCE = 64
 
 
 class EmbeddingRequest(msgspec.Struct):
-    """Texts, token ids, or both mixed, that vectors are wanted for. truncate: cut those longer than the context."""
+    """Texts, token ids, both mixed, or pictures, that vectors are wanted for. truncate: cut texts longer than the
+    context."""
 
     known_fields: ClassVar = EMBEDDINGS
 
@@ -50,17 +54,17 @@ class EmbeddingRequest(msgspec.Struct):
 async def embeddings(request: Request) -> Response:
     """The vectors of texts, in order, as numbers or as base64 of little-endian float32."""
     body = await read_body(request, EmbeddingRequest)
-    texts = read_prompts(body.input, "input", at_most=MOST_TEXTS)
+    prompts = read_inputs(body.input, "input", at_most=MOST_TEXTS)
     began = time.perf_counter()
-    ids: list[TokenIds] = []
+    inputs: list[EmbeddingInput] = []
     vectors: list[NDArray[np.float32]] = []
     with await service_of(request).lease(request, body.model) as lease:
-        async for encoded in in_batches(request, texts, partial(_encode, lease.llm, body)):
-            ids += encoded
-        count = sum(map(len, ids))
+        async for encoded in in_batches(request, prompts, partial(_encode, lease.llm, body)):
+            inputs += encoded
+        count = sum(one.num_tokens for one in inputs)
         reserve_prompts(request, count)
         work = partial(_embed, lease.llm, body, service_of(request).settings.pooling)
-        async for found in in_batches(request, ids, work):
+        async for found in in_batches(request, inputs, work):
             vectors += found
     service_of(request).totals.count_prompts(count, time.perf_counter() - began)
     data = await asyncio.to_thread(_data, vectors, body.encoding_format)
@@ -80,19 +84,19 @@ async def in_batches(
         yield await unless_gone(request.receive, asyncio.to_thread(work, texts[start : start + _TEXTS_AT_ONCE]))
 
 
-def _encode(llm: "LLM", body: EmbeddingRequest, texts: Sequence[Pieces]) -> "list[TokenIds]":
-    """The ids of texts."""
+def _encode(llm: "LLM", body: EmbeddingRequest, prompts: Sequence[Pieces | Parts]) -> "list[EmbeddingInput]":
+    """Prompts as they are computed."""
     try:
-        return llm.embedding_ids([embedding_prompt(llm.tokenizer, text) for text in texts], truncate=body.truncate)
+        return llm.embedding_inputs(embedded(llm, prompts), truncate=body.truncate)
     except ContextLengthError as error:
         raise too_long(error, "input", "is too large") from None
 
 
 def _embed(
-    llm: "LLM", body: EmbeddingRequest, pooling: str | None, ids: "Sequence[TokenIds]"
+    llm: "LLM", body: EmbeddingRequest, pooling: str | None, inputs: "Sequence[EmbeddingInput]"
 ) -> list[NDArray[np.float32]]:
     """Their vectors. Raises: ApiError if there is one per token."""
-    vectors = llm.embed_many(ids, pooling=pooling, dimensions=body.dimensions)
+    vectors = llm.embed_many(inputs, pooling=pooling, dimensions=body.dimensions)
     if any(vector.ndim > 1 for vector in vectors):
         raise unsupported("there is a vector per token, which OpenAI's shape has no place for; ask /embedding")
     return vectors
