@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +43,7 @@ from localinfer.apps.server.transport.sockets import (
 )
 from localinfer.errors import BackendUnavailableError, ClosedError
 from localinfer.storage.response_store import ResponseStore
+from localinfer.storage.sealed_texts import TextSealer
 from localinfer.types import Closing
 
 logger = logging.getLogger("localinfer.server")
@@ -89,6 +91,9 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
     )
     app.state.service = service
     app.state.responses, app.state.background = memory, background
+    kept = service.settings.kept_responses
+    # Its key is made by the first conversation that is compacted.
+    app.state.sealer = cache(partial(TextSealer.kept_in, kept.folder if memory.keeps else None))
     app.router.redirect_slashes = False
     return app
 

@@ -79,8 +79,6 @@ def test_ping_and_models_as_others_have_them(tcp):
 
 
 def test_what_is_not_done_here_says_so(tcp):
-    answer = tcp.post("/v1/responses/compact", json={"input": "a"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
     body = gzip.compress(json.dumps({"messages": STORY}).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     answer = tcp.post(CHAT, content=body, headers=headers)

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -15,8 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.api import status
+from localinfer.apps.server.api.compaction import (
+    SUMMARY_REQUEST,
+    CompactedWriter,
+    CompactionWriter,
+    Compactor,
+    is_triggered,
+    summary_request,
+)
 from localinfer.apps.server.api.responses_items import (
     MOST_ITEMS,
+    CompactedSummary,
     InputItem,
     Item,
     ResponsesRequest,
@@ -39,7 +48,6 @@ from localinfer.apps.server.transport.http import (
     EventStream,
     identifier,
     json_response,
-    not_supported,
     unsupported,
 )
 from localinfer.apps.server.transport.known_fields import KnownFields
@@ -555,7 +563,7 @@ def _index_of(items: list[Item], item_id: str) -> int:
 
 def _checked(items: list[InputItem]) -> list[InputItem]:
     """The items, if a response could continue them. Raises: ApiError."""
-    item_messages(items, lambda index: f"items[{index}]")
+    item_messages(items, lambda index: f"items[{index}]", lambda content, path: CompactedSummary(""))
     return items
 
 
@@ -563,16 +571,20 @@ async def responses(request: Request) -> Response:
     """Answer a conversation, streamed or whole, or begin to answer it in the background."""
     body = await read_body(request, ResponsesRequest)
     await prepared(request, body.check)
-    memory = memory_of(request)
+    memory, compactor = memory_of(request), _compactor(request)
     turn = await _turn(request, memory, body)
-    messages = await prepared(request, _messages, body, turn)
+    messages = await prepared(request, _messages, body, turn, compactor)
+    is_compaction = is_triggered(turn)
+    if is_compaction:
+        body = summary_request(body)
     options = {**await prepared(request, body.generation_options), **caller_options(request)}
     if body.background:
         # No client waits for its first token.
         options.pop("ttft_objective", None)
 
     def make_writer(reply: Reply) -> ResponseWriter:
-        return ResponseWriter(reply, body, turn, partial(memory.keep, turn), memory.store.flush)
+        kept = (reply, body, turn, partial(memory.keep, turn), memory.store.flush)
+        return CompactionWriter(*kept, seal=compactor.seal) if is_compaction else ResponseWriter(*kept)
 
     plan = chat_plan(messages, options)
     if not body.background:
@@ -591,8 +603,25 @@ async def responses(request: Request) -> Response:
 
 
 async def compact(request: Request) -> Response:
-    """Refuse: nothing is shortened here."""
-    raise not_supported("conversations are not compacted here; send as input what the model is to read")
+    """Answer a conversation's compaction, whole; nothing of it is kept."""
+    body = summary_request(await read_body(request, ResponsesRequest))
+    body = msgspec.structs.replace(body, stream=False, background=False, store=False)
+    await prepared(request, body.check)
+    memory, compactor = memory_of(request), _compactor(request)
+    turn = await _turn(request, memory, body)
+    asked = replace(turn, new=[*turn.new, InputItem(type="compaction_trigger")], is_kept=False)
+    messages = await prepared(request, _messages, body, asked, compactor)
+    options = {**await prepared(request, body.generation_options), **caller_options(request)}
+
+    def make_writer(reply: Reply) -> CompactedWriter:
+        return CompactedWriter(reply, body, turn, lambda _: None, lambda: None, seal=compactor.seal, retains=True)
+
+    return await serve_reply(request, body, "resp", chat_plan(messages, options), make_writer)
+
+
+def _compactor(request: Request) -> Compactor:
+    """The sealer of summaries for the client of a request."""
+    return Compactor(request.app.state.sealer, record_of(request.scope).tenant)
 
 
 async def response(request: Request) -> Response:
@@ -661,7 +690,7 @@ async def input_tokens(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
     await prepared(request, body.check)
     turn = await _turn(request, memory_of(request), body)
-    messages = await prepared(request, _messages, body, turn)
+    messages = await prepared(request, _messages, body, turn, _compactor(request))
     count_tokens = partial(_count, salted=salt_options(request))
     count = await on_model(request, body.model, count_tokens, (messages, body.prompt_options()))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
@@ -680,12 +709,15 @@ async def _turn(request: Request, memory: ResponseMemory, body: ResponsesRequest
     return await prepared(request, memory.turn, body)
 
 
-def _messages(body: ResponsesRequest, turn: Turn) -> list[dict[str, Any]]:
+def _messages(body: ResponsesRequest, turn: Turn, compactor: Compactor) -> list[dict[str, Any]]:
     """The messages that the model is given, instructions first. Raises: ApiError."""
     instructions = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
-    messages = [*instructions, *item_messages(turn.items(), turn.place)]
-    if not messages:
+    said = item_messages(turn.items(), turn.place, compactor.unseal)
+    if not said and not instructions:
         raise ApiError(400, "there is no message to answer; send some input", param="input")
+    messages = [*instructions, *said]
+    if is_triggered(turn):
+        messages.append(ChatMessage("user", SUMMARY_REQUEST))
     return template_messages(messages)
 
 

@@ -32,6 +32,7 @@ from localinfer.apps.server.replies.message_fields import (
 from localinfer.apps.server.replies.reply import Reply
 from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import RESPONSES, SEARCH_TOOLS
+from localinfer.generation.chat.messages import SYSTEM_ROLES
 
 if TYPE_CHECKING:
     from localinfer.apps.server.api.responses import Turn
@@ -48,6 +49,7 @@ _ID_PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
 }
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})_i?\d+")
 
@@ -86,11 +88,32 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         return "item_reference" if self.role is None and self.content is None and self.id is not None else "message"
 
 
-def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> list[ChatMessage]:
+class CompactedSummary(msgspec.Struct):
+    """What an item `compaction` stands for."""
+
+    summary: str
+    """The model's summary of the conversation."""
+    retains: bool = False
+    """True if the items before it were chosen to stay beside it; otherwise it stands for them all."""
+
+
+_SUMMARY = "The conversation so far was shortened to this summary, from which you continue:"
+Unseal = Callable[[object, str], CompactedSummary]
+"""Reads the content of an item `compaction`; given its path."""
+
+
+def _refuse_compaction(content: object, path: str) -> CompactedSummary:
+    raise unsupported(f"{path} is a compaction, which only /v1/responses reads; send the conversation itself", path)
+
+
+def item_messages(
+    items: Iterable[InputItem], place: Callable[[int], str], unseal: Unseal = _refuse_compaction
+) -> list[ChatMessage]:
     """Items as chat messages: reasoning, text and calls of one reply are one message again.
 
-    Reasoning that no text or call of the assistant follows is of no message, and is left out. place: path of an item
-    in errors. Raises: ApiError for an item of an unknown type.
+    Reasoning that no text or call of the assistant follows is of no message, and is left out. A compaction is a message
+    of the user, in place of all before it but system messages, unless it retains them. place: path of an item in
+    errors. unseal: reads compactions. Raises: ApiError for an item of an unknown type.
     """
     messages: list[ChatMessage] = []
     reasoning: list[str] = []
@@ -125,6 +148,16 @@ def item_messages(items: Iterable[InputItem], place: Callable[[int], str]) -> li
             case "function_call_output" | "custom_tool_call_output":
                 output = message_content(item.output, f"{place(index)}.output", "tool")
                 messages.append(ChatMessage("tool", output, tool_call_id=item.call_id))
+                is_open = False
+            case "compaction" | "compaction_summary":
+                found = unseal(item.encrypted_content, place(index))
+                if not found.retains:
+                    messages = [message for message in messages if message.role in SYSTEM_ROLES]
+                messages.append(ChatMessage("user", f"{_SUMMARY}\n\n{found.summary}"))
+                reasoning.clear()
+                is_open = False
+            case "compaction_trigger":
+                # The last one is answered by a compaction; one before it was.
                 is_open = False
             case kind:
                 raise unsupported(
@@ -461,7 +494,7 @@ class ResponseWriter(BlockWriter):
             "top_logprobs": 0,
             "top_p": body.top_p,
             "truncation": "auto" if body.truncation == "auto" else "disabled",
-            "usage": _usage(reply) if has_ended and stats is not None else None,
+            "usage": response_usage(reply) if has_ended and stats is not None else None,
             "metadata": body.metadata or {},
             **({} if stats is None else {"timings": timings(stats)}),
         }
@@ -555,7 +588,7 @@ class ResponseWriter(BlockWriter):
         return {"type": kind, "sequence_number": self._number - 1, **members}
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def response_usage(reply: Reply) -> dict[str, Any]:
     costs = usage(reply)
     cached = costs["prompt_tokens_details"]["cached_tokens"]
     return {
