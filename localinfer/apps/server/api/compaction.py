@@ -51,7 +51,7 @@ class Compactor:
         return self._sealer().seal(msgspec.json.encode(summary).decode(), self._owner)
 
     def unseal(self, content: object, path: str) -> CompactedSummary:
-        """What an item stands for. Raises: ApiError for a content that was changed or is another's."""
+        """The summary that an item stands for. Raises: ApiError for a content that was changed or is another's."""
         try:
             if not isinstance(content, str):
                 raise ValueError("it is no text")

@@ -89,7 +89,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CompactedSummary(msgspec.Struct):
-    """What an item `compaction` stands for."""
+    """Content of an item `compaction`."""
 
     summary: str
     """The model's summary of the conversation."""
