@@ -86,7 +86,7 @@ class MediaFiles:
                 yield from self._tier_of(ids, salt).saving(ids, functools.partial(_pages, whole), threads=threads)
 
     def find_layout(self, key: bytes) -> Mapping[str, Any] | None:
-        """What `add_layout` was given for a key; None if it is not there, or damaged, and then deleted."""
+        """The layout that `add_layout` was given for a key; None if it is not there, or damaged, and then deleted."""
         name = _layout_name(key)
         try:
             fields = json.loads(self._layouts.read(name))
