@@ -153,7 +153,7 @@ class _Layout:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], identity: bytes) -> Self:
-        """Layout of the fields that `to_fields` made. identity: of the encoders. Raises: ValueError, LookupError, TypeError for else."""
+        """The record of `to_fields`. identity: of the encoders. Raises: ValueError, LookupError, TypeError for else."""
         pieces: list[str | _Stretch] = []
         for index, piece in enumerate(fields["pieces"]):
             if isinstance(piece, str):
