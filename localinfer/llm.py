@@ -319,12 +319,8 @@ class LLM(Closing):
         """
         from localinfer.generation.stream import complete_many
 
-        given = owned(prompt)
-
-        def open_stream(one: GenerationOptions) -> TextStream:
-            return self.stream(given, parse_special=parse_special, **one)
-
-        return complete_many(open_stream, options, n=n, best_of=best_of)
+        stream = partial(self.stream, owned(prompt), parse_special=parse_special)
+        return complete_many(lambda one: stream(**one), options, n=n, best_of=best_of)
 
     def chat_many(
         self,
@@ -422,8 +418,14 @@ class LLM(Closing):
         self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str | None = None, **options: Unpack[ReplyOptions]
     ) -> int:
         """Return how many tokens `chat` would make of a conversation. Raises: TemplateError, RequestError."""
-        given, salt = self._defaults.of_reply(options), salt_of(cache_salt)
-        return int(self._chats().encode(messages, given, salt=salt).token_ids.size)
+        return len(self.encode_chat(messages, cache_salt=cache_salt, **options).token_ids)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str | None = None, **options: Unpack[ReplyOptions]
+    ) -> EncodedPrompt:
+        """Return the prompt that `chat` would make of a conversation, as ids. Raises: TemplateError, RequestError."""
+        chat = self._chats().encode(messages, self._defaults.of_reply(options), salt=salt_of(cache_salt))
+        return replace(self._encode(chat.token_ids, False, None), media=chat.media)
 
     def move_volatile_heads(self) -> None:
         """Give the model lines of system messages that vary behind the rest; see `SystemPromptDrift`."""
@@ -534,9 +536,12 @@ class LLM(Closing):
             raise RequestError("the model file has no tokenizer, so its text cannot be constrained")
         self._constraints.prepare()
 
-    def logits(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return float32[T, vocab_size]: row i holds the logits of the token after token_ids[:i + 1]."""
-        return self._engine.logits(token_ids)
+    def logits(self, token_ids: _Ids | EncodedPrompt, *, first: int = 0) -> NDArray[np.float32]:
+        """Return float32[T - first, vocab_size]: row i has the logits of the token after token_ids[:first + i + 1]."""
+        from localinfer.generation.text_generation import EncodedPrompt
+
+        prompt = token_ids if isinstance(token_ids, EncodedPrompt) else EncodedPrompt(token_ids)
+        return self._engine.logits(prompt.token_ids, prompt.media, first=first)
 
     @property
     def _pools(self) -> list[ThreadPool]:
@@ -648,13 +653,7 @@ class LLM(Closing):
             token_ids = load_session(self._engine, identity, file, salt)
         return [int(token_id) for token_id in token_ids]
 
-    def prefill(
-        self,
-        prompt: str | Sequence[int] | NDArray[np.integer],
-        *,
-        parse_special: bool = False,
-        cache_salt: str | None = None,
-    ) -> Prefilled:
+    def prefill(self, prompt: Prompt, *, parse_special: bool = False, cache_salt: str | None = None) -> Prefilled:
         """Compute a prompt and write it to the disk cache at once, for another process that shares the folder.
 
         What that generates then is, bit for bit, what it would have computed alone. prompt, parse_special, cache_salt:

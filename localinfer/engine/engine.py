@@ -262,9 +262,9 @@ class Engine:
         return Generation(self.scheduler, request)
 
     def logits(
-        self, token_ids: Sequence[int] | NDArray[np.integer], media: Sequence[MediaRun] = ()
+        self, token_ids: Sequence[int] | NDArray[np.integer], media: Sequence[MediaRun] = (), *, first: int = 0
     ) -> NDArray[np.float32]:
-        """Return float32[T, vocab_size]: for each position, the logits of the token that follows it.
+        """Return float32[T - first, vocab_size]: for each position from `first` on, the logits of the next token.
 
         media: as of `generate`.
         Raises: as `generate`; OutOfMemoryError if the machine cannot hold the result.
@@ -272,15 +272,15 @@ class Engine:
         self.check_usable()
         self.check_generates()
         tokens = self.check_prompt(token_ids, media=media)
-        placed = self.place_media(tokens, media)
+        placed, count = self.place_media(tokens, media), tokens.size - check_number("first", first, 0, tokens.size)
         try:
-            out = np.empty((tokens.size, self.vocab_size), np.float32)
+            out = np.empty((count, self.vocab_size), np.float32)
         except MemoryError:
             raise OutOfMemoryError(
-                f"the logits of {tokens.size} positions take {tokens.size * self.vocab_size * 4:,} bytes, which this "
+                f"the logits of {count} positions take {count * self.vocab_size * 4:,} bytes, which this "
                 "machine does not have; pass fewer positions"
             ) from None
-        for _ in self.outputs(self.program, tokens, out, placed):
+        for _ in self.outputs(self.program, tokens, out, placed, first):
             pass
         return out
 
@@ -290,12 +290,13 @@ class Engine:
         tokens: NDArray[np.int32],
         out: FloatArray | None = None,
         media: PlacedMedia | None = None,
+        first: int = 0,
     ) -> Iterator[tuple[int, FloatArray]]:
-        """Compute a program's results for every position of checked tokens, some at a time, in steps between others'.
+        """Compute a program's results for positions of checked tokens, some at a time, in steps between others'.
 
-        out: float32[T, width] to write them to. media: pictures and sounds among the tokens. Yields: the first position
-        and float32[n, width]. Nothing of it stays in the cache. Raises: OutOfMemoryError, ClosedError, ModelFileError
-        for what is not finite.
+        out: float32[T - first, width] to write them to. media: pictures and sounds among the tokens. first: position of
+        the first result. Yields: the first position and float32[n, width]. Nothing of it stays in the cache.
+        Raises: OutOfMemoryError, ClosedError, ModelFileError for what is not finite.
         """
         self._cache.check_fits(tokens.size)
         sequence = self._cache.open()
@@ -304,24 +305,26 @@ class Engine:
             done = 0
             while done < tokens.size:
                 begin = sequence.length
-                stop = min(done + program.max_output_rows, begin + program.max_batch_rows, tokens.size)
-                end = stop
+                has_results = done >= first
+                most = program.max_output_rows if has_results else first - done
+                stop = end = min(done + most, begin + program.max_batch_rows, tokens.size)
                 if media is not None and (parted := media.whole_run_at(stop)) is not None:
                     # Of rows that see each other, those whose results do not fit are computed again: to the same bits.
                     stop, end = (parted[0], parted[0]) if parted[0] > done else (stop, parted[1])
-                rows = np.arange(done - begin, stop - begin, dtype=np.int32)
+                rows = np.arange((done if has_results else stop) - begin, stop - begin, dtype=np.int32)
                 with self.exclusive_cache():
                     found = forward(program.run, (sequence,), (tokens[begin:end],), rows)
-                    if out is None:
+                    if out is None or not has_results:
                         found = found.copy()
                     else:
-                        out[done:stop] = found
-                        found = out[done:stop]
+                        out[done - first : stop - first] = found
+                        found = out[done - first : stop - first]
                     if end > stop:
                         sequence.truncate(stop)
                 if not np.isfinite(found).all():
                     raise not_finite_error(done + 1 + int(np.argmin(np.isfinite(found).all(axis=1))))
-                yield done, found
+                if has_results:
+                    yield done, found
                 done = stop
         finally:
             with self.scheduler.exclusive():

@@ -426,6 +426,22 @@ def test_what_a_model_cannot_take_is_refused_in_one_line() -> None:
         Engine(media_model(max_batch_rows=8)).generate(ids, GREEDY, media=runs)
 
 
+@pytest.mark.parametrize("sees_itself", [False, True])
+def test_logits_of_the_last_positions_are_those_of_all(sees_itself: bool) -> None:
+    encoder = Encoder()
+    pieces: Pieces = [
+        list(range(1, 30)), encoder.picture("one", 3, 3, sees_itself=sees_itself), [7] * 9,
+        encoder.picture("two", 2, 4, sees_itself=sees_itself), [8],
+    ]  # fmt: skip
+    ids, runs = join_pieces(pieces)
+    engine = Engine(media_model(max_batch_rows=10, max_output_rows=4))
+    whole = engine.logits(ids, runs)
+    for first in range(ids.size + 1):
+        np.testing.assert_array_equal(engine.logits(ids, runs, first=first), whole[first:])
+    with pytest.raises(RequestError, match="first"):
+        engine.logits(ids, runs, first=ids.size + 1)
+
+
 @pytest.mark.parametrize("ends", [0, 1], ids=["the one that computes", "the one that waits"])
 def test_a_request_that_ends_stops_in_its_picture_and_another_that_wants_it_gets_it(ends: int) -> None:
     encoder, engine = Encoder(), Engine(media_model())

@@ -51,6 +51,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_clip(folder / "clip-vit-base-patch32")
     for name in ("page", "photo"):
         (folder / f"{name}.jpg").write_bytes(picture_file())
+    shutil.copy(folder / "mmproj-seeing.gguf", folder / "mmproj-q8_0.gguf")
+    (folder / "pictures").mkdir()
+    shutil.copy(folder / "page.jpg", folder / "pictures" / "page.jpg")
     (folder / "my-text.txt").write_text("Once upon a time there was a little dog. " * 60, encoding="utf-8")
     (folder / "texts.txt").write_text("a cat\na dog\n", encoding="utf-8")
     (folder / "notes.txt").write_text("Buy milk.\n", encoding="utf-8")

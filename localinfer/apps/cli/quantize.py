@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -209,6 +209,14 @@ def perplexity_command(
     help="Also run ten sanity checks: questions with known answers. Default: if BASE has a chat template and "
     "--context-length holds an answer.",
 )
+@option(
+    "--image images",
+    "PATH",
+    "Compare answers about this picture, or those in this folder, and no text; may be repeated. --chunks: so many.",
+    multiple=True,
+)
+@option("--mmproj", "FILE", "Encoders of BASE, and of CANDIDATE. Default: those beside each.")
+@option("--candidate-mmproj", "FILE", "Encoders of CANDIDATE, where others.")
 def compare_command(
     base: str,
     candidate: str,
@@ -218,33 +226,43 @@ def compare_command(
     threads: int | None,
     as_json: bool,
     questions: bool | None,
+    images: tuple[str, ...],
+    mmproj: str | None,
+    candidate_mmproj: str | None,
 ) -> None:
     """Measure the KL divergence of a quantized CANDIDATE from BASE, the model before quantization.
 
-    TEXT is a file that neither was calibrated on; the default is a bundled text.
+    TEXT is a file that neither was calibrated on; the default is a bundled text. With --image BASE describes each
+    picture, and its words are what both predict.
     """
     from localinfer.apps.evaluate import report
-    from localinfer.apps.evaluate.measure import LONGEST_ANSWER, compare
-    from localinfer.apps.evaluate.texts import evaluation_text
+    from localinfer.apps.evaluate.measure import LONGEST_ANSWER, compare, compare_pictures
+    from localinfer.apps.evaluate.texts import evaluation_text, picture_files
 
-    content = evaluation_text(text)
+    encoders = [mmproj or "auto", candidate_mmproj or mmproj or "auto"]
+    if images:
+        if text is not None:
+            raise RequestError("TEXT and --image are two measurements; give one of them")
+        pictures = picture_files(images)[:chunks]
+    elif mmproj is not None or candidate_mmproj is not None:
+        raise RequestError("encoders (--mmproj, --candidate-mmproj) are compared on pictures; add --image")
+    content = "" if images else evaluation_text(text)
+    if images and questions is None:
+        questions = False
     # A sanity check may be longer than a chunk of --context-length.
     if questions is None and context_length < 2 * LONGEST_ANSWER:
         questions = False
     length = max(context_length, 2 * LONGEST_ANSWER) if questions else context_length
     with (
         Progress() as progress,
-        _load(base, length, threads, progress) as first,
-        _load(candidate, length, threads, progress) as second,
+        _load(base, length, threads, progress, encoders[0] if images else None) as first,
+        _load(candidate, length, threads, progress, encoders[1] if images else None) as second,
     ):
-        found = compare(
-            first,
-            second,
-            content,
-            context_length=context_length,
-            max_chunks=chunks,
-            progress=with_time_left(progress),
-        )
+        told = with_time_left(progress)
+        if images:
+            found = compare_pictures(first, second, pictures, progress=told)
+        else:
+            found = compare(first, second, content, context_length=context_length, max_chunks=chunks, progress=told)
         asked = _ask(first, second, questions, progress)
     answers = asked if isinstance(asked, tuple) else None
     if as_json:
@@ -277,13 +295,18 @@ def _ask(
         return str(error)
 
 
-def _load(model: str, context_length: int, threads: int | None, progress: Progress) -> "LLM":
+def _load(model: str, context_length: int, threads: int | None, progress: Progress, mmproj: str | None = None) -> "LLM":
+    """Load a model to be measured; mmproj: the encoders of one that is shown pictures, whose sizes decide what it holds
+    unless --context-length was given."""
     import localinfer
 
+    options: Any = {"threads": threads, "speculation": None, "progress": progress, "mmproj": mmproj or "off"}
     source = click.get_current_context().get_parameter_source("context_length")
     if source is click.core.ParameterSource.DEFAULT:
+        if mmproj is not None:
+            return localinfer.load(model, **options)
         _check_context(model, context_length)
-    return localinfer.load(model, context_length=context_length, threads=threads, speculation=None, progress=progress)
+    return localinfer.load(model, context_length=context_length, **options)
 
 
 def _check_context(model: str, context_length: int) -> None:

@@ -5,8 +5,9 @@ the first token of each becomes the beginning-of-text token if the model uses on
 is scored. Divergences are exact; that tool rounds logits to save disk space.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from localinfer.types import ProgressCallback
 
 CONTEXT_LENGTH = 512
 _ROWS_AT_ONCE = 16
+PICTURE_QUESTION = "Describe this picture in detail."
+PICTURE_TOKENS = 128
+"""Of an answer about a picture."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,51 @@ def compare(
         progress("comparing", index, len(chunks))
         for (first, true), (second, _) in zip(_scored(base, chunk), _scored(candidate, chunk), strict=True):
             rows.append(_compare_rows(first, second, true))
+    return _comparison(rows)
+
+
+def compare_pictures(
+    base: LLM,
+    candidate: LLM,
+    pictures: Sequence[Path],
+    *,
+    question: str = PICTURE_QUESTION,
+    max_tokens: int = PICTURE_TOKENS,
+    progress: ProgressCallback = lambda *_: None,
+) -> Comparison:
+    """Measure the divergence of a candidate from a base, each with its own encoders, on answers about pictures.
+
+    The text that both predict is the base's likeliest answer, of `max_tokens` tokens at most, to a question about each
+    picture. Raises: RequestError if the models read a picture or the question as other tokens, or the base answers
+    nothing; as `LLM.chat`.
+    """
+    rows: list[NDArray[np.float64]] = []
+    for index, picture in enumerate(pictures):
+        progress("comparing", index, len(pictures))
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+        first, second = (llm.encode_chat([{"role": "user", "content": parts}]) for llm in (base, candidate))
+        ids, others = np.asarray(first.token_ids), np.asarray(second.token_ids)
+        # Rows of pictures are named by their encoder, too.
+        if not np.array_equal(np.maximum(ids, -1), np.maximum(others, -1)) or base.vocab_size != candidate.vocab_size:
+            raise RequestError(
+                f"the two models read {picture.name} as {ids.size} and {others.size} tokens, which are not the same; "
+                "wanted one model, and one kind of encoders, before and after quantization"
+            )
+        answer = np.array(base.complete(first, temperature=0, max_tokens=max_tokens).token_ids, np.int32)
+        if not answer.size:
+            continue
+        logits = [
+            llm.logits(replace(one, token_ids=np.concatenate((one.token_ids, answer[:-1]))), first=ids.size - 1)
+            for llm, one in ((base, first), (candidate, second))
+        ]
+        rows.append(_compare_rows(logits[0], logits[1], answer))
+    if not rows:
+        raise RequestError("the base model answers nothing about these pictures; wanted a model that describes them")
+    return _comparison(rows)
+
+
+def _comparison(rows: Sequence[NDArray[np.float64]]) -> Comparison:
+    """The comparison of all scored positions, parts of which are `_compare_rows`'."""
     divergences, base_losses, losses, is_same_top = np.concatenate(rows, axis=1)
     change = np.exp(-losses) - np.exp(-base_losses)
     return Comparison(

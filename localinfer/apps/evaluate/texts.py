@@ -1,6 +1,7 @@
 """Texts for calibration and evaluation: the bundled ones, or the user's files."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from localinfer.errors import RequestError
 _HELD_BACK = 10
 """One part in so many of every user file is held back for evaluation."""
 _SUFFIXES = (".txt", ".md")
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ def _cut(text: str) -> int:
     """The start of the held-back part: after a line, near nine tenths."""
     wanted = len(text) - len(text) // _HELD_BACK
     return text.rfind("\n", 0, wanted) + 1 or wanted
+
+
+def picture_files(paths: Sequence[str]) -> list[Path]:
+    """Files, and the pictures directly in folders, by name. Raises: RequestError if a folder has none."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        files = [path]
+        if path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.suffix.lower() in _PICTURES and file.is_file())
+        if not files:
+            raise RequestError(f"{path} has no pictures; wanted a folder with {', '.join(_PICTURES)} files, or files")
+        found += files
+    return found
 
 
 def read_text(file: str | os.PathLike[str], *, option: str = "", encoding: str = "utf-8") -> str:

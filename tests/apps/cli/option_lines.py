@@ -372,6 +372,10 @@ BAD = {
         {demo} {demo} no-such-file
         {demo} {demo} {text} --no-config=maybe
         {demo} no-such-file {text}
+        {demo} {demo} --image no-such-file
+        {demo} {demo} {text} --image {text}
+        {demo} {demo} --mmproj {demo}
+        {demo} {demo} --candidate-mmproj {demo}
     """,
     "perplexity": """
         {demo} {text} --context-length 0

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,50 @@ def test_compare_asks_models_with_a_template_unless_told_not_to(
     assert capsys.readouterr().out.endswith("sanity checks not run: no questions, please\n")
     assert main([*words, "--questions"]) == EXIT_BAD_INPUT
     assert "no questions, please" in capsys.readouterr().err
+
+
+def test_encoders_are_compared_on_answers_about_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeing = pytest.importorskip("tests.support.seeing_model", reason="Pillow is an optional package")
+    model, pictures = str(seeing.seeing_demo(tmp_path / "model")), tmp_path / "pictures"
+    pictures.mkdir()
+    for seed in range(2):
+        (pictures / f"{seed}.png").write_bytes(seeing.picture_file(seed))
+    (pictures / "notes.txt").write_text("no picture")
+    encoders = {
+        kind: str(seeing.write_mmproj(tmp_path / f"{kind}.gguf", model_width(model), kind=kind))
+        for kind in ("F16", "Q8_0")
+    }
+    command = ["compare", model, model, "--image", str(pictures), "--threads", "1", "--json"]
+
+    def compared(*options: str) -> dict[str, Any]:
+        assert main([*command, *options]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    same = compared()
+    assert 2 <= same["num_tokens"] <= 2 * measure.PICTURE_TOKENS and "right_answers" not in same
+    assert same["kl_divergence_nats"]["max"] == 0 and same["same_top"] == 1
+    loss = compared("--mmproj", encoders["F16"], "--candidate-mmproj", encoders["Q8_0"])
+    assert 0 < loss["kl_divergence_nats"]["mean"] < 0.1
+    one = compared("--mmproj", encoders["F16"], "--candidate-mmproj", encoders["Q8_0"], "--chunks", "1")
+    assert one["num_tokens"] < loss["num_tokens"]
+    assert compared("--mmproj", encoders["Q8_0"])["kl_divergence_nats"]["max"] == 0
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for words, told in (
+        (["--image", str(empty)], "empty has no pictures"),
+        (["--mmproj", encoders["F16"]], "compared on pictures; add --image"),
+        (["text.txt", "--image", str(pictures)], "two measurements"),
+    ):
+        assert main(["compare", model, model, *words]) == EXIT_BAD_INPUT
+        assert told in capsys.readouterr().err
+
+
+def model_width(path: str) -> int:
+    with read_gguf(path) as file:
+        width = file.metadata[f"{file.metadata['general.architecture']}.embedding_length"]
+    assert isinstance(width, int)
+    return width
 
 
 def test_calibration_keeps_more_than_rounding_and_leaves_nothing_behind(
