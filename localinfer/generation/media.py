@@ -30,7 +30,9 @@ from localinfer.generation.chat.media_parts import (
     cut_segments,
     is_marker,
     kind_of,
+    numbered,
     split_at_markers,
+    split_number,
 )
 from localinfer.generation.text_generation import EncodedPrompt
 from localinfer.models.media.records import EncoderInput, PreparedMedia
@@ -68,6 +70,11 @@ class MediaModel(Protocol):
     def tokens(self) -> Mapping[MediaKind, str]:
         """By kind the text that stands for media where a chat template writes what is around them; none for files whose
         layouts bring all of it."""
+        ...
+
+    @property
+    def number_prefix(self) -> str:
+        """Text before a picture's number in its layout, which is 0 there and counts in a prompt; empty for none."""
         ...
 
     @property
@@ -253,6 +260,8 @@ class MediaReader:
             if isinstance(part, str):
                 check_spells_none(part, "the prompt")
             segments.append((part, parse_special) if isinstance(part, str) else (part.marker, False))
+        if self._model.number_prefix:
+            segments = list(self._numbered(segments))
         bos = self._tokenizer.bos_token_id
         first = [bos] if self._tokenizer.adds_bos and bos is not None else []
         runs = [run for one in media for run in one.held.runs]
@@ -279,7 +288,7 @@ class MediaReader:
             end = position + len(piece)
             if not is_marker(piece):
                 texts[-1] += cut_segments(segments, position, end)
-            for part in self._held[piece].layout.pieces if is_marker(piece) else ():
+            for part in self._pieces(piece) if is_marker(piece) else ():
                 if not isinstance(part, str) or not joins_texts:
                     texts.append([])
                     runs.append(part.ids if not isinstance(part, str) else self._special_ids(part))
@@ -295,6 +304,15 @@ class MediaReader:
             ids += runs[index].tolist() if index < len(runs) else []
         return ids
 
+    def _pieces(self, marker: str) -> Sequence[str | _Stretch]:
+        """The pieces of a picture or sound, with its number in the prompt."""
+        plain, number = split_number(marker)
+        pieces, prefix = self._held[plain].layout.pieces, self._model.number_prefix
+        first = pieces[0] if number and prefix else None
+        if not isinstance(first, str) or not first.startswith(f"{prefix}0"):
+            return pieces
+        return f"{prefix}{number}{first[len(prefix) + 1 :]}", *pieces[1:]
+
     def _special_ids(self, text: str) -> NDArray[np.int32]:
         return np.array(self._tokenizer.encode(text, add_special=False, parse_special=True), np.int32)
 
@@ -303,12 +321,22 @@ class MediaReader:
         return [_with_parts(message) for message in messages] if self._tokens else messages
 
     def with_markers(self, segments: Segments, messages: Sequence[Mapping[str, Any]]) -> Segments:
-        """Rendered segments with a marker in place of each token that the template wrote for a picture or sound.
+        """Rendered segments with a marker in place of each token that the template wrote for a picture or sound, and
+        the number of each picture where the model is told them.
 
         messages: those that were rendered, before `as_parts`. Raises: TemplateError if it wrote fewer or more.
         """
-        if not self._tokens:
-            return segments
+        placed = self._placed(segments, messages) if self._tokens else segments
+        return self._numbered(placed) if self._model.number_prefix else placed
+
+    def _numbered(self, segments: Segments) -> Segments:
+        found, number = [], 0
+        for text, is_open in segments:
+            text, number = numbered(text, "image", number)
+            found.append((text, is_open))
+        return found
+
+    def _placed(self, segments: Segments, messages: Sequence[Mapping[str, Any]]) -> Segments:
         markers = [
             piece
             for message in messages
@@ -340,7 +368,7 @@ class MediaReader:
 
     def runs(self, text: str) -> tuple[MediaRun, ...]:
         """The runs of all pictures and sounds of a text with markers, in order."""
-        found = (self._held.get(piece) for piece in split_at_markers(text))
+        found = (self._held.get(split_number(piece)[0]) for piece in split_at_markers(text))
         return tuple(run for one in found if one is not None for run in one.runs)
 
     def _hold(self, source: MediaSource, salt: bytes) -> _Held:

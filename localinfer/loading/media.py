@@ -188,6 +188,7 @@ class LoadedMedia:
         if folder is not None:
             processors: dict[MediaKind, Any] = {"image": folder.pictures, "audio": folder.sounds}
             self.tokens = {kind: one.token for kind, one in processors.items() if one is not None}
+        self.number_prefix = "" if folder is None or folder.pictures is None else folder.pictures.number_prefix
         self.pool = pool
         self._close = close
         self._lock = threading.Lock()

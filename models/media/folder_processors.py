@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from os.path import commonprefix
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,13 @@ class PictureProcessor:
         self.alone = self.token.join(family.around)
         self.adds_bos = family.adds_bos
         self.mean, self.std = _normalisation(picture)
+
+    @property
+    def number_prefix(self) -> str:
+        """Text before a picture's number in its first piece; empty for a family whose pictures have none."""
+        first, second = (self.plan(64, 64, number)[0] for number in (0, 1))
+        is_numbered = isinstance(first, str) and isinstance(second, str) and first != second
+        return commonprefix((first, second)) if is_numbered else ""
 
     def plan(self, width: int, height: int, number: int = 0) -> tuple[str | Cut, ...]:
         """The pieces of a picture of this size, the prompt's first being number 0.

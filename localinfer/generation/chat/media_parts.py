@@ -27,7 +27,8 @@ CAPABILITIES: Mapping[MediaKind, str] = {"image": "vision", "audio": "audio"}
 Segments = Sequence[tuple[str, bool]]
 """Texts in a row, each with whether the template wrote it, so that control tokens may be read in it."""
 
-_MARKER = re.compile(r"<__(?:image|audio)_[0-9a-f]{64}__>")
+_MARKER = re.compile(r"<__(?:image|audio)_[0-9a-f]{64}(?:_\d{1,9})?__>")
+_NUMBER = re.compile(r"(?<=[0-9a-f]{64})_(\d+)__>")
 _TYPES: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
@@ -111,6 +112,24 @@ def split_at_markers(text: str) -> list[str]:
 def kind_of(marker: str) -> MediaKind:
     """The kind of what a marker stands for."""
     return "image" if marker.startswith("<__image_") else "audio"
+
+
+def numbered(text: str, kind: MediaKind, first: int) -> tuple[str, int]:
+    """A text with the number of each marker of a kind in it, from `first` on, but for number 0; the next number."""
+    pieces = []
+    for piece in split_at_markers(text):
+        if is_marker(piece) and kind_of(piece) == kind:
+            pieces.append(piece.removesuffix("__>") + f"_{first}__>" if first else piece)
+            first += 1
+        else:
+            pieces.append(piece)
+    return "".join(pieces), first
+
+
+def split_number(marker: str) -> tuple[str, int]:
+    """A marker without its number, and that; 0 where it has none."""
+    found = _NUMBER.search(marker)
+    return (marker, 0) if found is None else (f"{marker[: found.start()]}__>", int(found[1]))
 
 
 def is_marker(text: str) -> bool:

@@ -134,6 +134,7 @@ class FakeModel:
 
     kinds = ("image",)
     identity = preparation = b"fake"
+    number_prefix = ""
     tokens: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Folders of models that see and hear answer as the published implementation: from pixels and sounds to logits."""
 
 import io
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import localinfer
 from localinfer.engine.engine import Engine
 from localinfer.engine.media import MediaRun, join_pieces, media_ids
 from localinfer.errors import MessageError
-from localinfer.generation.chat.media_parts import flattened
+from localinfer.generation.chat.media_parts import MediaSource, flattened
 from localinfer.generation.chat.messages import read_messages
 from localinfer.generation.chat_model import ChatHistory
 from localinfer.generation.media import MediaReader
@@ -121,6 +122,52 @@ def test_words_have_the_same_bits_where_the_factor_is_of_sounds_too(media_folder
         found.append(engine.logits([5, 60, 7, 80, 9, 100, 11]).copy())
         engine.close()
     assert found[0].tobytes() == found[1].tobytes()
+
+
+def test_pictures_are_numbered_over_the_whole_prompt_where_their_family_does(media_folders: MediaFolders) -> None:
+    reference, path = media_folders.reference("minicpmv4_6"), media_folders.path("minicpmv4_6")
+    with open_checkpoint(path) as file, open_folder(path) as folder:
+        tokenizer = Tokenizer.from_metadata(file.metadata)
+        template = ChatTemplate.from_metadata(file.metadata, tokenizer)
+        processor = open_folder_media(folder, tokenizer.token_id).pictures
+    assert processor is not None
+    pictures = {bytes([number]): media_folders.picture("minicpmv4_6", number) for number in (1, 2)}
+    model: Any = SimpleNamespace(
+        kinds=("image",),
+        tokens={"image": processor.token},
+        number_prefix=processor.number_prefix,
+        identity=b"",
+        sees_itself=lambda piece: False,
+        prepare=lambda kind, data, is_alone: (processor.lay_out(pictures[data], is_alone=is_alone), ()),
+    )
+    first, second = (MediaSource("image", data, "messages[0].content[0]") for data in pictures)
+    reader = MediaReader(model, tokenizer, template)
+    held = reader.read([first, second])
+    # The prompt of the reference, with two pictures among words.
+    words = str(reference["two.prompt"]).split(processor.token)
+    ids = np.array(reader.encode_parts([words[0], first, words[1], second, words[2]], parse_special=True).token_ids)
+    wanted = reference["two.input_ids"][0]
+    is_row = wanted == json.loads((path / "config.json").read_text())["image_token_id"]
+    np.testing.assert_array_equal(ids < 0, is_row)
+    np.testing.assert_array_equal(ids[ids >= 0], wanted[~is_row])
+    # Chats, of which a later turn brings the second, or the first again: what came before stays as it was.
+    history = ChatHistory(template, tokenizer, media=reader)
+
+    def chat(*sent: MediaSource) -> Any:
+        turns: list[dict[str, Any]] = []
+        for one in sent:
+            turns += [{"role": "user", "content": [one, {"type": "text", "text": "Which?"}]}]
+            turns += [{"role": "assistant", "content": "A cat."}]
+        return history.encode(flattened(read_messages(turns))[0])
+
+    alone, both, twice = chat(first), chat(first, second), chat(first, first)
+    for encoded, count in ((alone, 1), (both, 2), (twice, 2)):
+        text = tokenizer.decode([token for token in encoded.token_ids.tolist() if token >= 0], skip_special=False)
+        assert [text.count(f"<image_id>{number}</image_id>") for number in range(3)] == [1] * count + [0] * (3 - count)
+        assert len(encoded.media) == count * len(held[0].held.runs) or encoded is both
+    size = alone.token_ids.size - 8
+    assert both.token_ids[:size].tolist() == twice.token_ids[:size].tolist() == alone.token_ids[:size].tolist()
+    assert len(both.media) == sum(len(one.held.runs) for one in held)
 
 
 @pytest.mark.parametrize("name", NAMES)
