@@ -65,10 +65,10 @@ def _families(settings: ProcessorSettings) -> tuple[TowerFamily | None, SoundTow
     return seeing, hearing
 
 
-def _checked_families(
-    folder: JsonFolder, settings: ProcessorSettings, *, takes_whole_prompts: bool
+def media_families(
+    folder: JsonFolder, settings: ProcessorSettings, *, takes_whole_prompts: bool = False
 ) -> tuple[TowerFamily | None, SoundTowerFamily | None]:
-    """The same, one of which is there."""
+    """The families of a folder's towers, one of which is there. Raises: UnsupportedFormatError; CorruptFileError."""
     found = _families(settings)
     if found == (None, None):
         raise UnsupportedFormatError(
@@ -100,7 +100,7 @@ def open_folder_media(
     for a family that neither sees nor hears here; CorruptFileError naming a setting or tensor.
     """
     settings = read_processor_settings(folder)
-    seeing, hearing = _checked_families(folder, settings, takes_whole_prompts=takes_whole_prompts)
+    seeing, hearing = media_families(folder, settings, takes_whole_prompts=takes_whole_prompts)
     towers: list[TowerNames] = []
     extra: dict[str, tuple[str, Change | None]] = {}
     made: dict[str, FloatArray] = {}

@@ -66,8 +66,9 @@ class PictureProcessor:
     def number_prefix(self) -> str:
         """Text before a picture's number in its first piece; empty for a family whose pictures have none."""
         first, second = (self.plan(64, 64, number)[0] for number in (0, 1))
-        is_numbered = isinstance(first, str) and isinstance(second, str) and first != second
-        return commonprefix((first, second)) if is_numbered else ""
+        if not isinstance(first, str) or not isinstance(second, str) or first == second:
+            return ""
+        return commonprefix((first, second))
 
     def plan(self, width: int, height: int, number: int = 0) -> tuple[str | Cut, ...]:
         """The pieces of a picture of this size, the prompt's first being number 0.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.cuts import BICUBIC, BILINEAR, resize_as_pillow, resize_as_torch
-from localinfer.models.media.folder_media import folder_kinds
+from localinfer.models.media.folder_media import media_families
 from localinfer.models.media.folder_pictures import OVIS_MARKS, PICTURE_FAMILIES
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
@@ -76,6 +76,11 @@ class Folder:
 
 def read_picture_processor(folder: JsonFolder) -> PictureProcessor:
     return picture_processor(read_processor_settings(folder))
+
+
+def folder_kinds(folder: JsonFolder) -> tuple[bool, bool]:
+    seeing, hearing = media_families(folder, read_processor_settings(folder))
+    return seeing is not None, hearing is not None
 
 
 def read_sound_processor(folder: JsonFolder) -> SoundProcessor:
