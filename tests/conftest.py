@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,16 @@ _STARTS = re.compile(
 _IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 _SERVERS = {"served", "scripted"}
 """Fixtures of `apps/server` that are servers."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the tests from the last to the first in every other process, so that each compiles half of the modules."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if int(worker.removeprefix("gw")) % 2:
+        for path in sorted((REPOSITORY / "tests").rglob("test_*.py"), reverse=True):
+            with suppress(pytest.skip.Exception, pytest.Collector.CollectError):
+                pytest.Module.from_parent(session, path=path).obj  # noqa: B018
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.subprocesses import REPOSITORY, environment, run
+from tests.kernels.subprocesses import REPOSITORY, environment, run_in_copy
 from tests.support.limits import seconds
+from tests.support.warm_python import run_copy
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a process holds is read from /proc")
 
@@ -95,7 +96,7 @@ print((max(sizes) - sizes[0]) // 10**6)
 
 @LINUX
 def test_loads_leave_nothing_behind_whatever_became_of_their_streams(tmp_path: Path) -> None:
-    output, errors = run(MANY_LOADS, TEMPORARY=str(tmp_path))
+    output, errors = run_in_copy(MANY_LOADS, TEMPORARY=str(tmp_path))
     assert errors == ""
     assert int(output) < 50
 
@@ -127,7 +128,7 @@ except ClosedError:
 
 @LINUX
 def test_closed_models_take_no_memory_though_the_program_keeps_them() -> None:
-    size, closed = run(CLOSED_AND_HELD)[0].split()
+    size, closed = run_in_copy(CLOSED_AND_HELD)[0].split()
     # Weights of the demo model are 14 MB, its vocabulary a few.
     assert int(size) < 5 * 7 and closed == "closed"
 
@@ -193,7 +194,7 @@ print(codes, len(texts), len(set(map(tuple, texts))))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_fork_while_a_text_is_generated_is_refused_in_the_child_and_unnoticed_in_the_parent(tmp_path: Path) -> None:
-    output, errors = run(FORKS, TEMPORARY=str(tmp_path))
+    output, errors = run_in_copy(FORKS, TEMPORARY=str(tmp_path))
     assert (output, errors) == ("[7, 7, 7, 7] 5 1", "")
 
 
@@ -231,7 +232,7 @@ print(layer, numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS, found ==
 
 
 def test_a_host_whose_numba_runs_in_parallel_without_locks_computes_beside_a_model() -> None:
-    assert run(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")[0] == "workqueue True True True"
+    assert run_in_copy(WORKQUEUE, NUMBA_THREADING_LAYER="workqueue")[0] == "workqueue True True True"
 
 
 STREAMS = """
@@ -265,15 +266,9 @@ COMMANDS = {
 def test_without_standard_streams_the_library_and_the_command_do_their_work(how: str, tmp_path: Path) -> None:
     for words, wanted in COMMANDS[how].items():
         target = tmp_path / "result"
-        done = subprocess.run(
-            [sys.executable, "-c", STREAMS, how, str(target), *words.split()],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds(20),
-            check=False,
-        )
-        assert done.returncode == 0 and b"Traceback" not in done.stderr, (words, done.stderr)
+        command = [sys.executable, "-c", STREAMS, how, str(target), *words.split()]
+        done = run_copy(command, env=environment(), timeout=seconds(20))
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stderr)
         assert json.loads(target.read_text("utf-8")) == wanted, words
         target.unlink()
 

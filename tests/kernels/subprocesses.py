@@ -39,6 +39,6 @@ def run(code: str, folder: Path = REPOSITORY, **changes: str) -> tuple[str, str]
     return finish(start(code, folder, **changes))
 
 
-def run_in_copy(code: str) -> tuple[str, str]:
+def run_in_copy(code: str, **changes: str) -> tuple[str, str]:
     """As `run`, in a copy of a process that has imported the package and loaded nothing."""
-    return finish(start(code, kind=WarmPython))
+    return finish(start(code, kind=WarmPython, **changes))

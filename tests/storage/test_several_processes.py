@@ -9,6 +9,7 @@ import pytest
 from tests.kernels.subprocesses import environment, finish
 from tests.storage.disk_pages import computed, files, numbered, restored, tier
 from tests.support.limits import wait_until
+from tests.support.warm_python import WarmPython
 
 _RACE = """
 import sys
@@ -43,7 +44,7 @@ for start in range(0, 10**9, 1000):
 
 
 def launch(code: str, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return WarmPython(
         [sys.executable, "-c", code, str(folder)],
         env=environment(),
         stdout=subprocess.PIPE,

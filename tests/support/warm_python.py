@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from socket import recv_fds, send_fds, socket, socketpair
@@ -41,14 +42,14 @@ _SET_CHILD_SUBREAPER = 36
 class WarmPython(subprocess.Popen[Any]):
     """As `subprocess.Popen` with `[sys.executable, ...]` and a script's path, `-m` and a module, or `-c` and code.
 
-    It takes the streams, `text`, `env` and `cwd`. For other programs, and where Linux's way to adopt a process is
-    missing, it is `Popen` itself.
+    It takes the streams, `text`, `env`, `cwd` and `start_new_session`. For other programs, and where Linux's way to
+    adopt a process is missing, it is `Popen` itself.
     """
 
     if sys.platform == "linux":
 
         def _execute_child(self, args: Any, *rest: Any) -> None:
-            """Have a copy made where `Popen` would fork. rest: as it gives them, of which the last six are pipes."""
+            """Have a copy made where `Popen` would fork. rest: as it gives them."""
             if args[0] != sys.executable:
                 super()._execute_child(args, *rest)  # type: ignore[misc]
                 return
@@ -59,10 +60,31 @@ class WarmPython(subprocess.Popen[Any]):
                 "words": args[1:],
                 "cwd": os.fspath(cwd or os.getcwd()),
                 "environment": dict(os.environ if environment is None else environment),
+                "is_session": bool(rest[20]),
             }
             self.pid = _origin().copy(asked, streams)
             self._child_created = True
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run_copy(
+    words: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    input: str | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with these words, whose output and errors are captured as text, in a copy."""
+    pipe = subprocess.PIPE
+    stdin = subprocess.DEVNULL if input is None else pipe
+    with WarmPython(words, env=env, cwd=cwd, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)
 
 
 class _Origin:
@@ -151,6 +173,8 @@ if __name__ == "__main__":
         os.environ.clear()
         os.environ.update(_copy["environment"])
         os.chdir(_copy["cwd"])
+        if _copy["is_session"]:
+            os.setsid()
         _way, *sys.argv[1:] = _copy["words"]
         sys.path[0] = ""
         if _way == "-m":

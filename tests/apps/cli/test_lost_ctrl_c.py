@@ -1,13 +1,13 @@
 """Ctrl-C that somebody swallows comes again: whatever catches it, in whatever code, the command ends."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.subprocesses import environment
+from tests.kernels.subprocesses import run
 from tests.support.limits import seconds
+from tests.support.warm_python import run_copy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends Ctrl-C to a whole console")
 
@@ -155,16 +155,7 @@ def command():
 def ends(code: str, folder: Path) -> tuple[int, str, str]:
     """Exit code and both outputs of a command."""
     (folder / "pressing.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    variables = environment()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=variables | {"PYTHONPATH": f"{folder}:{variables['PYTHONPATH']}"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds(15),
-        check=False,
-    )
+    done = run_copy([sys.executable, "-c", code], cwd=folder, timeout=seconds(15))
     return done.returncode, done.stdout, done.stderr
 
 
@@ -260,7 +251,7 @@ def test_one_that_was_there_before_is_raised_and_nothing_stays_blocked(tmp_path:
     assert ends(RAISING, tmp_path) == (5, "", "")
 
 
-def test_the_library_alone_installs_no_handler(tmp_path: Path) -> None:
+def test_the_library_alone_installs_no_handler() -> None:
     code = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -272,5 +263,4 @@ with localinfer.load(threads=1, context_length=64, disk_cache=False) as llm:
 assert main(["tokenize", "--ids", "Hi"]) == 0
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and sys.unraisablehook is hook
 """
-    code_, _, errors = ends(code, tmp_path)
-    assert (code_, errors) == (0, "")
+    assert run(code)[1] == ""

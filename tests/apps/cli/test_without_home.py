@@ -15,6 +15,7 @@ from localinfer.kernels.jit import object_cache
 from localinfer.system.folders import expand_home, temporary_folder, user_folder
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.support.limits import seconds
+from tests.support.warm_python import run_copy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep users' folders in other ways")
 
@@ -74,15 +75,12 @@ def done(
 ) -> dict[str, tuple[int, str, str]]:
     """Exit code, output and errors of each command, run in an empty folder, in which they must leave nothing."""
     folder = tmp_path_factory.mktemp("empty")
-    ended = subprocess.run(
+    ended = run_copy(
         [sys.executable, "-c", NOBODY + EACH],
         cwd=folder,
         env=settings(request.param, temporary),
         input=json.dumps([*QUIET, ["cache"], ["run", "-p", "Once", "-n", "2", "--threads", "1"]]),
-        capture_output=True,
-        text=True,
         timeout=seconds(50),
-        check=False,
     )
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
     assert not list(folder.iterdir())

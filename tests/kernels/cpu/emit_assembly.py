@@ -34,8 +34,8 @@ TARGETS: dict[str, tuple[ISA, str, str, str]] = {
     "generic": (ISA.GENERIC, "x86_64-unknown-linux-gnu", "x86-64", ""),
     "neon": (ISA.NEON_DOTPROD, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod"),
     "i8mm": (ISA.NEON_I8MM, "aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod,+i8mm"),
-    "pairs": (ISA.NEON_I8MM, "x86_64-unknown-linux-gnu", "x86-64", ""),
-    "shared bytes": (ISA.NEON_DOTPROD, "x86_64-unknown-linux-gnu", "x86-64", ""),
+    "pairs": (ISA.NEON_I8MM, "x86_64-unknown-linux-gnu", "x86-64", _AVX2),
+    "shared bytes": (ISA.NEON_DOTPROD, "x86_64-unknown-linux-gnu", "x86-64", _AVX2),
     "windows on arm": (ISA.NEON_DOTPROD, "aarch64-pc-windows-msvc", "generic", "+neon,+dotprod"),
     "apple": (ISA.NEON_DOTPROD, "arm64-apple-macosx13.0", "apple-m1", "+neon,+dotprod"),
 }
@@ -65,17 +65,22 @@ _EACH_BODY = (
     *(Layout.Q3_K, Layout.IQ3_S, Layout.Q1_0),
 )
 _PAIRS = (*_EACH_BODY, Layout.Q5_0, Layout.INT8_32)
+_SPELLED = (Layout.F16, Layout.Q8_0, Layout.Q6_K, Layout.IQ3_S)
 _SOME_LAYOUTS = {
     "avx512vbmi": _GRIDS,
+    "avxvnni": _PAIRS,
+    "generic": _PAIRS,
+    "neon": _PAIRS,
     "i8mm": _PAIRS,
     "pairs": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
     "shared bytes": SHARED_LAYOUTS,
-    "windows on arm": _EACH_BODY,
-    "apple": _EACH_BODY,
+    "windows on arm": _SPELLED,
+    "apple": _SPELLED,
 }
-"""Targets that differ from another one in fewer layouts, or in the spelling: one layout of each function there is.
+"""One layout of each function there is, where another target has all: what a layout has of its own is the same on each.
 
-"pairs" and "shared bytes" lack the instructions of their paths, and compute the same from tiles that these take.
+Targets that differ from another one in the spelling have fewer. "pairs" and "shared bytes" lack the instructions of
+their paths, and compute the same from tiles that these take.
 """
 
 PIECES: dict[str, tuple[Any, list[Any]]] = {

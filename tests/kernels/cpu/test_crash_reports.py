@@ -14,8 +14,9 @@ from localinfer.kernels.cpu.weights import _FOLD
 from localinfer.kernels.jit import isa, object_cache
 from localinfer.kernels.versions import installed_version
 from localinfer.system.crash_files import stored_reports, take_untold
-from tests.kernels.subprocesses import environment, run, start
+from tests.kernels.subprocesses import environment, run, run_in_copy, start
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython, run_copy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is handled on Windows")
 
@@ -49,7 +50,8 @@ sys.exit(main())
 
 
 def _crash(code: str, expected: signal.Signals = signal.SIGSEGV, **changes: str) -> str:
-    process = start(code, **changes)
+    # Guard mode is chosen when the package is imported.
+    process = start(code, kind=subprocess.Popen if "LOCALINFER_GUARD" in changes else WarmPython, **changes)
     output, errors = process.communicate(timeout=seconds(50))
     assert process.returncode == -expected, f"{process.returncode}: {output} {errors}"
     assert "survived" not in output
@@ -59,10 +61,12 @@ def _crash(code: str, expected: signal.Signals = signal.SIGSEGV, **changes: str)
 def _command(words: list[str], before: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
     code = before + _COMMAND.format(words=words)
     # Not the interpreter's own option, which would be read as the command's.
+    command, shown, limit = [sys.executable, "-c", code], environment(**changes), seconds(50)
+    if "LOCALINFER_GUARD" not in changes:
+        return run_copy(command, env=shown, timeout=limit)
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment(**changes), stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=seconds(50), check=False,
-    )  # fmt: skip
+        command, env=shown, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False
+    )
 
 
 def test_a_crash_in_an_op_names_it_with_its_tensor_and_shapes(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ with localinfer.load(threads=1, context_length=256) as model:
     localinfer.report_crashes()
     assert handled() == [*faults]
 """
-    run(code)
+    run_in_copy(code)
 
 
 def test_the_command_reports_its_crash_and_the_next_one_mentions_it_once(tmp_path: Path) -> None:
@@ -155,7 +159,7 @@ for _ in range(30):
     REPORTS.remove_tape(address(entries))
 print(tracemalloc.get_traced_memory()[0])
 """
-    assert int(run(code)[0]) < 500_000, "two of thirty times 100 kB"
+    assert int(run_in_copy(code)[0]) < 500_000, "two of thirty times 100 kB"
 
 
 def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:

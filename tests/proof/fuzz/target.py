@@ -10,10 +10,10 @@ from pathlib import Path
 from localinfer.errors import LocalinferError
 
 FOLDER = Path(__file__).parent
-MODEL_TARGETS = ("gguf", "safetensors")
-"""Targets whose inputs are models of every kind.
+MODEL_TARGETS = ("gguf", "http", "safetensors")
+"""Targets that run models.
 
-The suite runs a few of them without guard mode, in which each needs kernels that no other test has compiled.
+The suite runs a few inputs of them without guard mode, in which each needs kernels that no other test has compiled.
 """
 LONGEST_MESSAGE = 2000
 SHORTEST_MESSAGE = 12

@@ -1,6 +1,5 @@
 """Ten thousand simulated operations, with test_simulated_states.py, and what tells of a violation."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.proof.simulation.cold import ColdAnswer
 from tests.proof.simulation.shrinking import shrink, signature
 from tests.proof.simulation.world import World
 from tests.support.limits import seconds
+from tests.support.warm_python import run_copy
 
 SEED = 4
 
@@ -36,7 +36,7 @@ def test_nothing_simulated_is_ever_wrong(model: str) -> None:
 
 def test_several_processes_share_the_runs() -> None:
     words = [sys.executable, "-m", "tests.proof.simulation", "--steps", "60", "--model", "dense", "--jobs", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=seconds(120))
+    done = run_copy(words, cwd=Path(__file__).parents[3], timeout=seconds(120))
     assert done.stdout.startswith("60 steps in 1 runs from seed 1: no violation"), done.stdout + done.stderr
 
 

@@ -2,11 +2,14 @@
 
 import math
 import random
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.proof.soak import cache_site, clients, hostile, sessions_site
 from tests.proof.soak.asks import draw_asks
 from tests.proof.soak.cache_site import CacheSite
 from tests.proof.soak.clients import Clients
@@ -17,11 +20,21 @@ from tests.proof.soak.kills import Kills
 from tests.proof.soak.process_figures import trend
 from tests.proof.soak.site import ViolationError
 from tests.proof.soak.tabs import REPLY, Tabs
+from tests.support.warm_python import WarmPython
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are copies of one that has imported the package."""
+    for module in (cache_site, sessions_site, clients, hostile):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": WarmPython}))
+
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs inotify and /proc")
 
 
 @linux_only
+@pytest.mark.usefixtures("copies")
 def test_killed_processes_lose_nothing() -> None:
     said: list[str] = []
     kills = Kills(1, ["cache", "sessions"], said.append)
@@ -30,19 +43,21 @@ def test_killed_processes_lose_nothing() -> None:
 
 
 @linux_only
+@pytest.mark.usefixtures("copies")
 def test_clients_that_come_and_leave_get_right_replies() -> None:
     said: list[str] = []
-    clients = Clients(1, 4, said.append)
-    assert clients.run(1.0), said
-    assert clients.tally.finished.total() > 5
+    crowd = Clients(1, 4, said.append)
+    assert crowd.run(1.0), said
+    assert crowd.tally.finished.total() > 5
 
 
 @linux_only
+@pytest.mark.usefixtures("copies")
 def test_server_stays_small_and_well_under_hostile_connections() -> None:
     said: list[str] = []
-    hostile = Hostile(1, 8, said.append, most_bytes=1 << 20, judges_time=False)
-    assert hostile.run(1.0), said
-    assert hostile.probes and hostile.growth
+    strangers = Hostile(1, 8, said.append, most_bytes=1 << 20, judges_time=False)
+    assert strangers.run(1.0), said
+    assert strangers.probes and strangers.growth
 
 
 def test_wrong_answer_and_lost_session_are_found(tmp_path: Path) -> None:
