@@ -1,6 +1,7 @@
 """Fixtures that the tests of all packages share."""
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ _STARTS = re.compile(
 _IMPORT = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 _SERVERS = {"served", "scripted"}
 """Fixtures of `apps/server` that are servers."""
+_numbers = itertools.count()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -114,6 +116,15 @@ def no_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's own, which looks through the names of all that there are for each."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / "each" / f"{name}{next(_numbers)}"
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -101,11 +101,16 @@ def skeletons() -> dict[str, dict[str, Any]]:
 
 def random_weight(name: str, shape: Sequence[int], init: Mapping[str, Sequence[Any]] | None = None) -> FloatArray:
     """The tensor that the reference logits were computed with, which its name, shape and distribution decide."""
-    generator = np.random.default_rng([SEED, zlib.crc32(name.encode())])
     for pattern, (kind, *arguments) in (init or {}).items():
         if re.search(pattern, name):
-            return _drawn(generator, shape, kind, *arguments).astype(np.float32)
-    values = generator.standard_normal(shape, dtype=np.float32)
+            return _drawn(_generator(name), shape, kind, *arguments).astype(np.float32)
+    return _usual_weight(name, tuple(shape)).copy()
+
+
+@cache
+def _usual_weight(name: str, shape: tuple[int, ...]) -> FloatArray:
+    """A tensor of no distribution of its own: models have many of the same names and shapes."""
+    values = _generator(name).standard_normal(shape, dtype=np.float32)
     if "norm" in name and name.endswith("weight"):
         return 1.0 + 0.1 * values
     if "ssm_a" in name:
@@ -114,6 +119,10 @@ def random_weight(name: str, shape: Sequence[int], init: Mapping[str, Sequence[A
         return 0.1 * values
     scale = 1.5 if "attn_q" in name or "attn_k" in name else 1.0
     return (values / np.sqrt(shape[-1])).astype(np.float32) * scale
+
+
+def _generator(name: str) -> np.random.Generator:
+    return np.random.default_rng([SEED, zlib.crc32(name.encode())])
 
 
 def _drawn(generator: np.random.Generator, shape: Sequence[int], kind: str, *arguments: float) -> NDArray[np.float64]:

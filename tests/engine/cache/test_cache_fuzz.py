@@ -284,7 +284,7 @@ def written(token_id: int, salt: bytes) -> int:
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="another tracer is at work")
-@pytest.mark.parametrize(("window", "num_lives"), [(0, 40), (WINDOW, 40)])
+@pytest.mark.parametrize(("window", "num_lives"), [(0, 24), (WINDOW, 24)])
 def test_interrupt_at_any_line_never_leaves_a_wrong_page(window: int, num_lives: int):
     num_interrupted = 0
     for seed in range(num_lives):

@@ -31,7 +31,7 @@ def test_second_turn_says_what_a_cold_run_says(kv_type: str) -> None:
         warm = answer(llm, second)
         assert warm.stats.cached_tokens == len(first) + 29
         assert warm.token_ids == answer(cold, second).token_ids
-        for length in (1, 31, 32, 33, 50):
+        for length in (1, 31, 32, 33, 50) if kv_type == "f16" else (33,):
             parted = second[:length] + llm.tokenizer.encode(" a big dog", add_special=False)
             cold.clear_cache()
             again, anew = answer(llm, parted), answer(cold, parted)

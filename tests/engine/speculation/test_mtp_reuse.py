@@ -68,7 +68,10 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return known
 
 
-@pytest.fixture(params=[name for name in skeletons() if name.endswith("-mtp")])
+NAMES = [name for name in skeletons() if name.endswith("-mtp")]
+
+
+@pytest.fixture(params=NAMES)
 def plain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LLM]:
     path = build_talking_model(tmp_path, request.param)
     with localinfer.load(path, threads=1, speculation=None) as llm:
@@ -81,6 +84,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 
 def test_every_text_is_that_without_drafts(plain: LLM, texts: list[list[int]], tmp_path: Path) -> None:
+    """By turns read from disk by the next process, or in little memory from a session."""
     path = next(tmp_path.glob("*.gguf"))
 
     def check(llm: LLM, prompt: list[int], cached: int = 0, count: int = 16, **options: Any) -> Completion:
@@ -110,8 +114,10 @@ def test_every_text_is_that_without_drafts(plain: LLM, texts: list[list[int]], t
         assert [(one.token_ids, one.logprobs) for one in found] == [(one.token_ids, one.logprobs) for one in wanted]
         check(llm, first, 69, **GREEDY)
         llm.save_session(tmp_path / "session")
-    with localinfer.load(path, threads=1, speculation="mtp", **disk) as llm:
-        check(llm, [*first, *reply, 6], 60, **SAMPLED)
+    if NAMES.index(path.stem.removesuffix("-talking")) % 2:
+        with localinfer.load(path, threads=1, speculation="mtp", **disk) as llm:
+            check(llm, [*first, *reply, 6], 60, **SAMPLED)
+        return
     pool = engine_of(llm).pool
     memory = 8 * pool.page_bytes + 8 * pool.windowed_bytes + 6 * pool.states.slot_bytes + 3 * pool.logs.slot_bytes
     with localinfer.load(path, threads=1, speculation="mtp", kv_memory=memory) as llm:

@@ -70,7 +70,7 @@ _SOME_LAYOUTS = {
     "avx512vbmi": _GRIDS,
     "avxvnni": _PAIRS,
     "generic": _PAIRS,
-    "neon": _PAIRS,
+    "neon": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
     "i8mm": _PAIRS,
     "pairs": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
     "shared bytes": SHARED_LAYOUTS,

@@ -28,7 +28,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("rows", [1, 25])
+@pytest.mark.parametrize("rows", [1, 9])
 def test_rows_by_themselves_are_the_oracles(name: str, rows: int, pool: ThreadPool) -> None:
     cache = Cache(pool, SHAPES[name], "f32", inputs_of(SHAPES[name], rows, seed=rows))
     found, kernels = cache.attend([range(rows)])

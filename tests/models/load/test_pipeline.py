@@ -101,7 +101,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[NamedDevice]:
 
 def test_every_split_of_the_layers_gives_the_bits_of_one_gpu(small: Path) -> None:
     one = said_by_one(small)
-    for split in ([1, 2], [2, 1], [1, 1, 1]):
+    for split in ([2, 1], [1, 1, 1]):
         several = said(small, device="cuda", tensor_split=split)
         assert several.num_stages == len(split)
         assert several.equals(one), split

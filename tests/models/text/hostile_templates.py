@@ -239,7 +239,7 @@ COMPILED = {
     "names and branches": "".join(f"{{%set a{i}=1%}}" for i in range(_NAMES)) + "{%if a%}{%endif%}" * _NAMES,
     "names and includes": "".join(f"{{%set a{i}=1%}}" for i in range(_NAMES)) + "{%include a%}" * _NAMES,
     "names and blocks": "".join(f"{{%set a{i}=1%}}{{%block b{i} scoped%}}{{%endblock%}}" for i in range(_NAMES)),
-    "arguments": "{{ f(" + "a," * 25_000 + ") }}",
+    "arguments": "{{ f(" + "a," * 8_000 + ") }}",
     "digits": "{{ " + "9" * 100_000 + " }}",
     "megabytes": "x" * (3 << 20),
     "include": "{% include 'a' %}",
