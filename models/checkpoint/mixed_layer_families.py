@@ -308,6 +308,11 @@ def _gemma4(settings: Settings) -> Metadata:
     return keys
 
 
+def _gemma4_unified(settings: Settings) -> Metadata:
+    """The same, but that rows of a picture see each other in all layers."""
+    return {**_gemma4(settings), "attention.full_layers_see_pictures": True}
+
+
 _INPUTS = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -510,7 +515,8 @@ _GEMMA3N = Family(
 
 GEMMA4: dict[str, Family] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
+    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), replace(_GEMMA4, metadata=_gemma4_unified)),
     **dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), _EMBEDDING2),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _ASSISTANT),
 }

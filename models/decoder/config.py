@@ -88,6 +88,8 @@ class ModelConfig:
     is_layer_norm: bool = False
     """The file has the epsilon of layer norms alone."""
     hidden_activation: str = ""
+    full_layers_see_pictures: bool = False
+    """True if rows of one picture see each other in both directions in layers without a window too."""
     has_exact_gelu: bool = False
     """GELU is of the error function, where encoders' files else mean its tanh form."""
     classifier_activation: str = ""
@@ -232,6 +234,7 @@ class ModelConfig:
             num_loops=reader.integer("num_loops", 1, low=1, high=MAX_LAYERS),
             has_learned_positions="position_embd.weight" in tensor_shapes,
             hidden_activation=reader.text("hidden_activation", "") if architecture in _WITH_ACTIVATION else "",
+            full_layers_see_pictures=bool(reader.optional_boolean("attention.full_layers_see_pictures")),
             has_exact_gelu=bool(reader.optional_boolean("exact_gelu")),
             classifier_activation=reader.text("classifier.activation", ""),
             num_relative_buckets=reader.integer("attention.relative_buckets_count", 0, low=0, high=MAX_WIDTH),

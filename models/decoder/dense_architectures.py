@@ -344,9 +344,13 @@ def gemma_with_shared_keys(config: ModelConfig, blocks: Blocks, period: int) -> 
         windowed_rope_base=config.rope.base_windowed or 10000.0,
         divides_windowed_rope=False,
         logit_softcap=30.0 if blocks is Blocks.GEMMA3N else 0.0,
-        picture_sight=SelfSight.WINDOWED if blocks is Blocks.GEMMA4 else SelfSight.NONE,
+        picture_sight=_gemma4_sight(config) if blocks is Blocks.GEMMA4 else SelfSight.NONE,
         picture_rows=1120 if blocks is Blocks.GEMMA4 else 0,
     )
+
+
+def _gemma4_sight(config: ModelConfig) -> SelfSight:
+    return SelfSight.ALL if config.full_layers_see_pictures else SelfSight.WINDOWED
 
 
 def _gemma_scale(config: ModelConfig, layers_of_27b: int) -> float | None:

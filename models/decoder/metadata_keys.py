@@ -62,6 +62,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "classifier.activation": tuple(sorted(BIDIRECTIONAL)),
     "exact_gelu": (*sorted(BIDIRECTIONAL), "modern-bert-decoder"),
     "attention.clamp_kqv": ("dbrx", "mpt", "olmo"),
+    "attention.full_layers_see_pictures": ("gemma4",),
     "attention.max_alibi_bias": ("bloom", "jais", "jina-bert-v2", "mpt"),
     "attention.output_scale": ("grok",),
     "attention.rope_pattern": ("granite_swa", "smollm3"),

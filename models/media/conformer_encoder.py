@@ -156,22 +156,26 @@ class GraniteSoundEncoder:
         pages = KeyPages(KVLayerShape(config.num_heads, self._size, self._size))
         writer = graph_writer(weights, pages)
         rows = writer.linear(writer.input("features", config.num_mel_bins), "a.input_projection", "rows", width)
-        for layer in range(config.num_layers):
-            rows = self._write_block(writer, rows, f"a.blk.{layer}")
-            if layer + 1 == config.num_layers // 2:
+        taken = []
+        for layer in range(config.num_layers + 1):
+            if layer == config.num_layers // 2 and layer:
                 letters = writer.linear(rows, "a.ctc_out", "letters")
                 writer.builder.softmax(letters, letters)
                 rows = writer.linear(letters, "a.ctc_in", rows.name, width, residual=rows)
-        self._body = RowGraph(pool, writer, [rows], pages)
-        self._projector = QueryProjector(config, weights, pool)
+            if layer in config.feature_layers:
+                taken.append(writer.copied(rows, f"rows after {layer} blocks"))
+            if layer < config.num_layers:
+                rows = self._write_block(writer, rows, f"a.blk.{layer}")
+        self._body = RowGraph(pool, writer, [*taken, rows], pages)
+        self._projector = QueryProjector(config, width * (len(taken) + 1), weights, pool)
         self.graphs = [self._body, *self._projector.graphs]
 
     def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
         """Embeddings of frames [frames, values]."""
         count, size = len(frames), self._config.block_rows
         starts = np.arange(count) // size * size
-        rows = self._body.run([frames], Seen(starts, np.minimum(starts + size, count)))[0]
-        return self._projector.run(rows)
+        parts = self._body.run([frames], Seen(starts, np.minimum(starts + size, count)))
+        return self._projector.run(np.concatenate(parts, axis=1))
 
     def _write_block(self, writer: RowWriter, x: Buffer, name: str) -> Buffer:
         builder, epsilon, width = writer.builder, self.EPSILON, x.width

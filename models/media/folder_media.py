@@ -32,7 +32,7 @@ from localinfer.models.media.tower_file import TowerFile, TowerNames
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.types import FloatArray
 
-_ADAPTED = ("granite_speech",)
+_ADAPTED = ("granite_speech", "granite_speech_plus")
 """Types whose class has an adapter beside the text model unless config.json says otherwise."""
 _WHOLE_PROMPTS = ("paligemma",)
 
@@ -122,8 +122,10 @@ def open_folder_media(
         sounds = sound_processor(settings)
         sound = sound_config(hearing, settings, file)
     bidirectional = None
-    if settings.model_type == "gemma4":
-        bidirectional = settings.part("text_config").get("use_bidirectional_attention") == "vision"
+    if settings.model_type in ("gemma4", "gemma4_unified"):
+        usual = "vision" if settings.model_type == "gemma4_unified" else None
+        text = settings.part("text_config").over({"use_bidirectional_attention": usual})
+        bidirectional = text.get("use_bidirectional_attention") == "vision"
     return FolderMedia(pictures, sounds, file, MediaConfig(picture, sound, has_mrope, bidirectional), settings)
 
 

@@ -596,6 +596,12 @@ _IDEFICS = SeeingFamily(
     | {"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
     ("image_token", "<image>"),
 )
+_GEMMA4 = SeeingFamily(
+    _gemma4,
+    {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "resample": _BICUBIC, "do_normalize": False}
+    | {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280},
+    ("image_token", "<|image|>"),
+)
 _CLIP_SQUARE = _CLIP | {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}
 _SIGLIP_SQUARE = _HALF | {"size": 224}
 
@@ -604,7 +610,7 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "colqwen2"), _QWEN
     ),
     **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _QWEN),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), _GLM),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
     **dict.fromkeys(("mistral3", "pixtral"), _PIXTRAL),
     **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
     "lighton_ocr": SeeingFamily(_lighton, _PIXTRAL.defaults, ("image_token", "<|image_pad|>")),
@@ -615,12 +621,8 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         | {"pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2},
         ("boi_token", "<start_of_image>"),
     ),
-    "gemma4": SeeingFamily(
-        _gemma4,
-        {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "resample": _BICUBIC, "do_normalize": False}
-        | {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280},
-        ("image_token", "<|image|>"),
-    ),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": replace(_GEMMA4, resizes_as_torch=True),
     "internvl": SeeingFamily(
         _internvl, _CLIP | _TILING | {"size": 384}, ("context_image_token", "<IMG_CONTEXT>"), ("", "\n")
     ),

@@ -39,6 +39,8 @@ class SoundTowerFamily:
     """Record of config.json with the settings of the tower."""
     frame: str = "num_mel_bins"
     """Setting with the values of a frame."""
+    has_blocks: bool = True
+    """False if frames are projected as they are."""
 
 
 def sound_settings(settings: ProcessorSettings, family: SoundTowerFamily) -> PartSettings:
@@ -65,15 +67,16 @@ def sound_config(family: SoundTowerFamily, settings: ProcessorSettings, file: To
     for key, wanted in (("activation_function", "gelu"), ("projector_hidden_act", "gelu"), ("scale_embedding", False)):
         if audio.get(key) not in (wanted, None):
             raise audio.unsupported(key, repr(wanted))
-    hidden_size = file.tensor("a.blk.0.attn_q.weight").shape[1]
-    num_heads = audio.integer(family.heads)
-    num_rows = file.tensor("a.blk.0.attn_q.weight").shape[0]
+    num_heads, num_rows, hidden_size, intermediate_size = 1, 1, 1, 1
+    if family.has_blocks:
+        num_heads, (num_rows, hidden_size) = audio.integer(family.heads), file.tensor("a.blk.0.attn_q.weight").shape
+        intermediate_size = file.tensor("a.blk.0.ffn_up.weight").shape[0]
     if num_rows % num_heads:
         raise audio.wrong(family.heads, f"a divisor of {num_rows}")
     config = SoundConfig(
         projector=family.projector,
         hidden_size=hidden_size,
-        intermediate_size=file.tensor("a.blk.0.ffn_up.weight").shape[0],
+        intermediate_size=intermediate_size,
         num_layers=file.count_blocks("a.blk."),
         num_heads=num_heads,
         norm_epsilon=1e-5,
@@ -139,7 +142,18 @@ def _granite_fields(settings: ProcessorSettings, audio: PartSettings) -> dict[st
         activation=activation(projector, "hidden_act"),
         frequency=projector.integer("cross_attention_frequency"),
     )
-    return {"block_rows": block, "queries": queries}
+    layers = audio.get("cat_hidden_layers") or []
+    count = audio.integer("num_layers", high=1 << 10)
+    if not isinstance(layers, list) or any(type(layer) is not int or not 0 <= layer < count for layer in layers):
+        raise audio.wrong("cat_hidden_layers", f"numbers of blocks from 0 to {count - 1}")
+    return {"block_rows": block, "queries": queries, "feature_layers": tuple(sorted(set(layers)))}
+
+
+def _gemma4_unified_fields(settings: ProcessorSettings, audio: PartSettings) -> dict[str, Any]:
+    for key, wanted in (("audio_embed_dim", 640), ("rms_norm_eps", 1e-6)):
+        if audio.get(key) != wanted:
+            raise audio.unsupported(key, repr(wanted))
+    return {}
 
 
 _WHISPER: Targets = {
@@ -266,13 +280,16 @@ _QWEN2_OMNI = SoundTowerFamily(
 _QWEN3_OMNI = SoundTowerFamily(
     "qwen3a",
     TowerNames(
-        ("audio_tower",),
+        _PARTS,
         {
             **_WHISPER,
             **{f"audio_tower.conv2d{number}": f"a.conv2d.{number}" for number in (1, 2, 3)},
             "audio_tower.conv_out": "a.conv_out",
             "audio_tower.proj1": "mm.a.mlp.1",
             "audio_tower.proj2": "mm.a.mlp.2",
+            # Qwen3-ASR, as transformers writes it.
+            "multi_modal_projector.linear_1": "mm.a.mlp.1",
+            "multi_modal_projector.linear_2": "mm.a.mlp.2",
         },
     ),
     _WHISPER_CLASS | {"n_window": 50, "n_window_infer": 800},
@@ -287,7 +304,7 @@ SOUND_TOWERS: dict[str, SoundTowerFamily] = {
         _WHISPER_CLASS,
     ),
     **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), _QWEN2_OMNI),
-    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), _QWEN3_OMNI),
+    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_asr"), _QWEN3_OMNI),
     "voxtral": SoundTowerFamily(
         "voxtral",
         TowerNames(
@@ -302,14 +319,25 @@ SOUND_TOWERS: dict[str, SoundTowerFamily] = {
         _voxtral_fields,
         "num_attention_heads",
     ),
-    "granite_speech": SoundTowerFamily(
-        "granite_speech",
-        TowerNames(("encoder", "projector"), _GRANITE, r".*\.num_batches_tracked"),
-        {"num_heads": 8, "input_dim": 160, "context_size": 200, "max_pos_emb": 512},
-        _granite_fields,
-        "num_heads",
-        part="encoder_config",
-        frame="input_dim",
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        SoundTowerFamily(
+            "granite_speech",
+            TowerNames(("encoder", "projector"), _GRANITE, r".*\.num_batches_tracked"),
+            {"num_heads": 8, "num_layers": 10, "input_dim": 160, "context_size": 200, "max_pos_emb": 512},
+            _granite_fields,
+            "num_heads",
+            part="encoder_config",
+            frame="input_dim",
+        ),
+    ),
+    "gemma4_unified": SoundTowerFamily(
+        "gemma4ua",
+        TowerNames(("embed_audio",), {"embed_audio.embedding_projection": "mm.a.input_projection"}),
+        {"rms_norm_eps": 1e-6, "audio_embed_dim": 640},
+        _gemma4_unified_fields,
+        frame="audio_embed_dim",
+        has_blocks=False,
     ),
     "gemma4": SoundTowerFamily(
         "gemma4a",

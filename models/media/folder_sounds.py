@@ -167,6 +167,22 @@ def _qwen3_omni(settings: ProcessorSettings) -> Features:
     return pieces
 
 
+def _qwen3_asr(settings: ProcessorSettings) -> Features:
+    """The frames of the sound, which the last of them fill up to whole pieces with zeros before they are convolved."""
+    features = _whisper(settings)
+    piece = 2 * settings.part("audio_config").over({"n_window": 50}).integer("n_window")
+    least = settings.sound.integer("min_length", low=0, high=1 << 30)
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        values = features(samples, max(len(samples), least))
+        whole, rest = divmod(len(values), piece)
+        num_rows = whole * _thrice_halved(piece) + _thrice_halved(rest)
+        padded = np.pad(values, ((0, -len(values) % piece), (0, 0)))
+        return [_input(padded, num_rows, len(values))]
+
+    return pieces
+
+
 def _thrice_halved(count: int) -> int:
     for _ in range(3):
         count = (count + 1) // 2
@@ -231,6 +247,18 @@ def _gemma4(settings: ProcessorSettings) -> Features:
     return pieces
 
 
+def _gemma4_unified(settings: ProcessorSettings) -> Features:
+    """Frames of samples, the last filled up with silence."""
+    size = settings.sound.integer("audio_samples_per_token")
+    start, end = settings.token("boa_token", "<|audio>"), settings.token("eoa_token", "<audio|>")
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        frames = np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
+        return [start, _input(frames, len(frames)), end]
+
+    return pieces
+
+
 def _granite(settings: ProcessorSettings) -> Features:
     """Two frames joined to one; an odd one is left out."""
     sound = settings.sound
@@ -280,6 +308,9 @@ SOUND_FAMILIES: dict[str, HearingFamily] = {
     "qwen2_audio": HearingFamily(_qwen2_audio, _WHISPER, ("audio_token", "<|AUDIO|>"), (_BOS, _EOS)),
     **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), _QWEN2_OMNI),
     **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), _QWEN3_OMNI),
+    "qwen3_asr": HearingFamily(
+        _qwen3_asr, _WHISPER | {"feature_size": 128, "min_length": 8000}, _QWEN3_OMNI.token, _QWEN3_OMNI.around
+    ),
     "voxtral": HearingFamily(
         _voxtral, _WHISPER, ("audio_token", "[AUDIO]"), (("begin_audio_token", "[BEGIN_AUDIO]"), ("", ""))
     ),
@@ -290,10 +321,16 @@ SOUND_FAMILIES: dict[str, HearingFamily] = {
         | {"preemphasis": 0.0, "input_scale_factor": 1.0, "min_frequency": 0.0, "max_frequency": 8000.0},
         ("audio_token", "<|audio|>"),
     ),
-    "granite_speech": HearingFamily(
-        _granite,
-        _RATE | {"projector_window_size": 15, "projector_downsample_rate": 5},
-        ("audio_token", "<|audio|>"),
+    "gemma4_unified": HearingFamily(
+        _gemma4_unified, _RATE | {"audio_samples_per_token": 640}, ("audio_token", "<|audio|>")
+    ),
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        HearingFamily(
+            _granite,
+            _RATE | {"projector_window_size": 15, "projector_downsample_rate": 5},
+            ("audio_token", "<|audio|>"),
+        ),
     ),
 }
 """Families by `model_type`."""

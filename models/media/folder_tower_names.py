@@ -37,6 +37,13 @@ def patches_last(patch: int) -> Change:
     return Moved(lambda values: values.reshape(-1, patch, patch, 3).transpose(0, 3, 1, 2))
 
 
+def columns_of_patches_last(side: int) -> Change:
+    """Columns [row * column * channel] of a matrix or a vector as [channel * row * column]."""
+    return Moved(
+        lambda values: np.moveaxis(values.reshape(*values.shape[:-1], side, side, 3), -1, -3).reshape(values.shape)
+    )
+
+
 ATTENTION_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",

@@ -12,6 +12,7 @@ from typing import Any
 
 from localinfer.models.checkpoint.changes import (
     PLUS_ONE,
+    Moved,
     RowOrder,
     pairs_adjacent,
 )
@@ -31,6 +32,7 @@ from localinfer.models.media.folder_tower_names import (
     QWEN_NAMES,
     block_names,
     columns_first,
+    columns_of_patches_last,
     ovis_names,
     patches_last,
     pixtral_projector,
@@ -79,6 +81,8 @@ class TowerFamily:
     """Setting with the number of heads."""
     epsilon: str = "layer_norm_eps"
     """Setting with the epsilon of norms; a number is the epsilon itself."""
+    has_blocks: bool = True
+    """False if patches are projected as they are."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """GGUF's names of rows of the embedding that the encoder puts between others, by special tokens."""
     marks: tuple[str, tuple[str, ...]] = ("", ())
@@ -99,15 +103,17 @@ def picture_config(family: TowerFamily, tower: Tower, processor: PictureProcesso
     projector = (PICTURE_PROJECTORS | FOLDER_PROJECTORS)[family.projector]
     hidden_size = file.tensor("v.patch_embd.weight").shape[0]
     num_layers = file.num_layers
-    num_heads = vision.integer(family.heads)
-    head_size, rest = divmod(_num_rows(file, "v.blk.0.attn_q.weight", "v.blk.0.attn_qkv.weight"), num_heads)
-    if rest or not num_layers:
-        raise vision.wrong(family.heads, "a divisor of the rows of queries")
+    num_heads, head_size, intermediate_size = 1, hidden_size, 1
+    if family.has_blocks:
+        num_heads, intermediate_size = vision.integer(family.heads), file.tensor("v.blk.0.ffn_up.weight").shape[0]
+        head_size, rest = divmod(_num_rows(file, "v.blk.0.attn_q.weight", "v.blk.0.attn_qkv.weight"), num_heads)
+        if rest or not num_layers:
+            raise vision.wrong(family.heads, "a divisor of the rows of queries")
     output = file.tensor(projector.output).shape
     config = PictureConfig(
         projector=family.projector,
         hidden_size=hidden_size,
-        intermediate_size=file.tensor("v.blk.0.ffn_up.weight").shape[0],
+        intermediate_size=intermediate_size,
         num_layers=num_layers,
         num_heads=num_heads,
         norm_epsilon=vision.number(family.epsilon, low=0.0, high=1.0),
@@ -388,6 +394,29 @@ def _gemma4_fields(tower: Tower) -> dict[str, Any]:
     }
 
 
+def _gemma4_unified_names(settings: ProcessorSettings, vision: PartSettings) -> TowerNames:
+    side = vision.integer("patch_size") * vision.integer("pooling_kernel_size", high=64)
+    targets: Targets = {
+        "vision_embedder.patch_ln1": To("v.patch_norm.1", columns_of_patches_last(side)),
+        "vision_embedder.patch_dense.weight": To("v.patch_embd.weight", columns_of_patches_last(side)),
+        "vision_embedder.patch_dense": "v.patch_embd",
+        "vision_embedder.patch_ln2": "v.patch_norm.2",
+        "vision_embedder.pos_embedding": To("v.position_embd.weight", Moved(lambda values: values.swapaxes(0, 1))),
+        "vision_embedder.pos_norm": "v.patch_norm.3",
+        "embed_vision.embedding_projection": "mm.input_projection",
+    }
+    return TowerNames(("vision_embedder", "embed_vision"), targets)
+
+
+def _gemma4_unified_fields(tower: Tower) -> dict[str, Any]:
+    picture = tower.settings.picture.over({"max_soft_tokens": 280})
+    window = tower.settings.part("text_config").over({"sliding_window": 1024}).integer("sliding_window", high=1 << 30)
+    # Its rows see all of their picture in windowed layers too, whose keys are kept for a window alone.
+    if picture.integer("max_soft_tokens") > window:
+        raise picture.unsupported("max_soft_tokens", f"pictures of up to sliding_window, {window}, rows")
+    return {"merge": tower.vision.integer("pooling_kernel_size", high=64)}
+
+
 def _gemma3_fields(tower: Tower) -> dict[str, Any]:
     config = tower.settings.config.over({"mm_tokens_per_image": 256})
     side = _side(tower.vision, "image_size") // _side(tower.vision, "patch_size")
@@ -551,6 +580,14 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         _gemma4_fields,
         epsilon="rms_norm_eps",
     ),
+    "gemma4_unified": TowerFamily(
+        "gemma4uv",
+        _gemma4_unified_names,
+        {"patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+        _gemma4_unified_fields,
+        epsilon="rms_norm_eps",
+        has_blocks=False,
+    ),
     "qwen2_vl": _qwen("qwen2vl_merger", _QWEN2_CLASS, _qwen_fields),
     **dict.fromkeys(
         ("qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"), _qwen("qwen2.5vl_merger", _QWEN25_CLASS, _qwen25_fields)
@@ -644,7 +681,7 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         epsilon="rms_norm_eps",
         marks=("visual_indicator_token_ids", OVIS_MARKS),
     ),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), _GLM),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
     "aya_vision": TowerFamily(
         "gated", _clip_names(_PROJECTOR_PARTS, GATED_PROJECTOR), _SIGLIP_CLASS | {"patch_size": 14}, _aya_fields
     ),

@@ -226,6 +226,8 @@ class SoundConfig(EncoderSizes):
     """Pieces whose rows see each other."""
     block_rows: int = 0
     """Rows that see each other alone, in blocks from the first on; 0: all."""
+    feature_layers: tuple[int, ...] = ()
+    """Blocks before which rows are taken, and joined with the last ones."""
     queries: QueryConfig | None = None
     """Queries of the projector; None: it has none."""
 

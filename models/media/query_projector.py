@@ -19,9 +19,9 @@ from localinfer.types import FloatArray
 class QueryProjector:
     """Embeddings of windows of rows."""
 
-    def __init__(self, config: SoundConfig, weights: EncoderWeights, pool: ThreadPool | None) -> None:
+    def __init__(self, config: SoundConfig, input_width: int, weights: EncoderWeights, pool: ThreadPool | None) -> None:
         assert config.queries is not None, "families with queries say how many"
-        self._config, self._settings = config, config.queries
+        self._config, self._settings, self._input_width = config, config.queries, input_width
         self._weights, self._pool = weights, pool
         self._width = weights.shape("mm.a.query.weight")[-1]
         num_heads = self._settings.num_heads
@@ -67,7 +67,7 @@ class QueryProjector:
             self._steps.append((None, RowGraph(self._pool, writer, [x], pages)))
             pages = self._window
             writer = graph_writer(self._weights, pages)
-            stored = self._store(writer, writer.input("window", self._config.hidden_size), f"{name}.cross")
+            stored = self._store(writer, writer.input("window", self._input_width), f"{name}.cross")
             keys = RowGraph(self._pool, writer, [stored], pages)
             writer = graph_writer(self._weights, pages)
             x = self._attended(writer, writer.input("queries of windows", self._width), f"{name}.cross", is_own=False)

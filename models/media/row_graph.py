@@ -226,6 +226,12 @@ class RowWriter:
         self.builder.rms_norm(target, x, weight, epsilon, group_size)
         return target
 
+    def copied(self, x: Buffer, out: str) -> Buffer:
+        """A copy of rows that others are written over."""
+        target = self.buffer(out, x.width)
+        self.builder.copy_heads(target, x, 1, x.width, x.width, x.width)
+        return target
+
     def activation(self, x: Buffer, kind: Activation) -> Buffer:
         """An activation in place."""
         self.builder.activation(x, x, kind)

@@ -435,18 +435,13 @@ class VisionEncoder:
         takes_features = self._family.skips_last_block and config.feature_layers
         for layer in layers:
             if takes_features and layer in config.feature_layers:
-                kept[layer] = self._copied(writer, rows, layer)
+                kept[layer] = writer.copied(rows, f"rows after {layer} blocks")
             is_windowed = self._sees_window(layer)
             write_block(writer, self._shape, rows, f"v.blk.{layer}", angles, is_windowed=is_windowed)
             if config.num_deepstack and self._weights.has(f"v.deepstack.{layer}.fc1.weight"):
-                kept[layer + 1] = self._copied(writer, rows, layer + 1)
+                kept[layer + 1] = writer.copied(rows, f"rows after {layer + 1} blocks")
                 self._features.append(str(layer))
         return kept
-
-    def _copied(self, writer: RowWriter, rows: Buffer, number: int) -> Buffer:
-        out = writer.buffer(f"rows after {number} blocks", rows.width)
-        writer.builder.copy_heads(out, rows, 1, rows.width, rows.width, rows.width)
-        return out
 
     def _write_projector(self, outputs: list[Buffer]) -> RowGraph:
         config = self._config

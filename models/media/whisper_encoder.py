@@ -165,7 +165,7 @@ class Qwen3SoundEncoder:
     def encode(self, frames: FloatArray, num_valid: int | None = None) -> FloatArray:
         """Embeddings of frames [whole seconds of frames, mels], or of any number of frames where pieces have a size."""
         if self._config.piece_frames:
-            return self._encode_pieces(frames, self._config.piece_frames)
+            return self._encode_pieces(frames, self._config.piece_frames, num_valid)
         if len(frames) % _UNIT or not len(frames):
             raise RequestError(
                 f"a sound of {len(frames)} frames was given to the encoder; wanted a multiple of {_UNIT}: let its "
@@ -176,15 +176,18 @@ class Qwen3SoundEncoder:
         positions = np.tile(self._positions[:rows], (units, 1))
         return self._body.run([features.reshape(units * rows, -1), positions])[0].copy()
 
-    def _encode_pieces(self, frames: FloatArray, size: int) -> FloatArray:
-        """Embeddings of frames cut into pieces, the last filled up with zeros, which give no rows of their own."""
-        size = min(size, len(frames))
+    def _encode_pieces(self, frames: FloatArray, size: int, num_valid: int | None) -> FloatArray:
+        """Embeddings of frames cut into pieces, the last filled up with zeros, which give no rows of their own.
+
+        num_valid: frames that do, if some of the zeros are given.
+        """
+        size, count = min(size, len(frames)), num_valid or len(frames)
         units = -(-len(frames) // size)
         padded = np.zeros((units * size, frames.shape[1]), np.float32)
         padded[: len(frames)] = frames
         features = self._convolved(padded.reshape(units, size, -1))
         rows = features.shape[1]
-        num_rows = (units - 1) * rows + halved(halved(halved(len(frames) - (units - 1) * size)))
+        num_rows = (units - 1) * rows + halved(halved(halved(count - (units - 1) * size)))
         if rows > len(self._positions):
             raise RequestError(f"pieces of {size} frames were given to the encoder; wanted {len(self._positions)} rows")
         positions = np.tile(self._positions[:rows], (units, 1))[:num_rows]

@@ -13,6 +13,34 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from localinfer.engine.engine import Engine
+from localinfer.engine.media import MediaRun, join_pieces, media_ids
+from localinfer.models.media.encoder import MediaEncoder
+from localinfer.models.media.folder_media import FolderMedia
+from localinfer.models.media.records import EncoderInput, PreparedMedia
+from localinfer.models.text.tokenizer import Tokenizer
+
+
+class Folder:
+    """A folder of files that are given: config.json and others by their names."""
+
+    def __init__(self, config: Mapping[str, Any], **files: Mapping[str, Any]) -> None:
+        self.config = config
+        self._files = files
+
+    @classmethod
+    def read(cls, path: Path, **picture: Any) -> "Folder":
+        """The files of a folder, with other settings of its pictures."""
+        files = {name.stem: json.loads(name.read_text()) for name in path.glob("*.json") if name.stem != "tokenizer"}
+        part = files.get("preprocessor_config") or files["processor_config"]["image_processor"]
+        part |= picture
+        return cls(files.pop("config"), **files)
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """One of the files."""
+        found = self._files.get(name.removesuffix(".json"))
+        return None if found is None else dict(found)
+
 
 class MediaFolders:
     """Folders with weights, each made once when it is asked for, and the reference's arrays of them."""
@@ -57,6 +85,29 @@ class MediaFolders:
         """One of the sounds."""
         found: NDArray[np.float32] = self._functions["sound"](1, number, (1.3, 0.7)[number])
         return found
+
+
+class Asked:
+    """The parts of a folder beside its text model, which prompts with pictures and sounds ask for."""
+
+    def __init__(self, media: FolderMedia, encoder: MediaEncoder) -> None:
+        self.media, self.encoder = media, encoder
+
+    def run(self, entry: EncoderInput) -> MediaRun:
+        """An input of an encoder as the engine takes it."""
+        rows = self.encoder.encode(entry).copy()
+        ids = media_ids(b"", PreparedMedia.from_pieces([entry]).digest, entry.num_rows)
+        sees_itself = not entry.is_sound and self.media.config.sees_itself(64)
+        return MediaRun(ids, lambda check: rows, entry.grid, entry.num_positions, sees_itself)
+
+    def logits(self, engine: Engine, tokenizer: Tokenizer, pieces: tuple[str | EncoderInput, ...]) -> NDArray[Any]:
+        """Logits of all tokens of a prompt."""
+        adds_bos = self.media.pictures is None or self.media.pictures.adds_bos
+        parts: list[Any] = [tokenizer.encode("")] if adds_bos else []
+        for piece in pieces:
+            is_text = isinstance(piece, str)
+            parts.append(tokenizer.encode(piece, False, parse_special=True) if is_text else self.run(piece))
+        return engine.logits(*join_pieces(parts))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import MediaRun, join_pieces, media_ids
+from localinfer.engine.media import media_ids
 from localinfer.errors import MessageError
 from localinfer.generation.chat.media_parts import MediaSource, flattened
 from localinfer.generation.chat.messages import read_messages
@@ -32,7 +32,7 @@ from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.folder import open_folder
-from tests.models.media.conftest import MediaFolders
+from tests.models.media.conftest import Asked, MediaFolders
 from tests.support.checkpoint_files import safetensors_bytes
 
 NAMES = (
@@ -47,32 +47,10 @@ DROPPED_SCALES = {"granite_speech": 2.0}
 """Divisors of logits that transformers 5.24 drops, and the model that it was made of applies."""
 
 
-class Asked:
-    """One loaded folder, and the prompts of its reference."""
-
-    def __init__(self, folders: MediaFolders, name: str, media: FolderMedia, encoder: MediaEncoder) -> None:
-        self.folders, self.name, self.media, self.encoder = folders, name, media, encoder
-
-    def run(self, entry: EncoderInput) -> MediaRun:
-        """An input of an encoder as the engine takes it."""
-        rows = self.encoder.encode(entry).copy()
-        ids = media_ids(b"", PreparedMedia.from_pieces([entry]).digest, entry.num_rows)
-        sees_itself = not entry.is_sound and self.media.config.sees_itself(64)
-        return MediaRun(ids, lambda check: rows, entry.grid, entry.num_positions, sees_itself)
-
-    def logits(self, engine: Engine, tokenizer: Tokenizer, pieces: tuple[str | EncoderInput, ...]) -> NDArray[Any]:
-        """Logits of all tokens of a prompt."""
-        adds_bos = self.media.pictures is None or self.media.pictures.adds_bos
-        parts: list[Any] = [tokenizer.encode("")] if adds_bos else []
-        for piece in pieces:
-            is_text = isinstance(piece, str)
-            parts.append(tokenizer.encode(piece, False, parse_special=True) if is_text else self.run(piece))
-        return engine.logits(*join_pieces(parts))
-
-
-def _prompts(reference: Mapping[str, NDArray[Any]], asked: Asked) -> dict[str, tuple[str | EncoderInput, ...]]:
+def _prompts(
+    reference: Mapping[str, NDArray[Any]], folders: MediaFolders, name: str, media: FolderMedia
+) -> dict[str, tuple[str | EncoderInput, ...]]:
     found = {}
-    media, folders, name = asked.media, asked.folders, asked.name
     for label, numbers in (("one", (0,)), ("two", (1, 2))):
         if f"{label}.prompt" in reference and media.pictures is not None:
             seen = [media.pictures.lay_out(folders.picture(name, number), at) for at, number in enumerate(numbers)]
@@ -95,8 +73,8 @@ def test_logits_of_prompts_are_the_references(media_folders: MediaFolders, name:
         assert tokenizer is not None
         media = open_folder_media(folder, tokenizer.token_id)
         encoder = MediaEncoder(media.config, media.file, pool)
-        asked = Asked(media_folders, name, media, encoder)
-        prompts = _prompts(reference, asked)
+        asked = Asked(media, encoder)
+        prompts = _prompts(reference, media_folders, name, media)
         assert prompts
         for label, pieces in prompts.items():
             rows, wanted = reference[f"{label}.logit_rows"], reference[f"{label}.logits"]

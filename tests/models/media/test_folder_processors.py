@@ -1,6 +1,5 @@
 """Processors of folders make what transformers makes: pixels, features, tokens, positions, from files of all forms."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.models.text.chat_template import ChatTemplate
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.folder import open_folder
-from tests.models.media.conftest import MediaFolders
+from tests.models.media.conftest import Folder, MediaFolders
 
 TILED = (
     "aya_vision clip cohere2_vision colpali gemma3 idefics3 internvl lighton_ocr llama4 llava llava_next"
@@ -51,27 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"do_image_splitting": False},
 }
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-
-
-class Folder:
-    """A folder of files that are given: config.json and others by their names."""
-
-    def __init__(self, config: Mapping[str, Any], **files: Mapping[str, Any]) -> None:
-        self.config = config
-        self._files = files
-
-    @classmethod
-    def read(cls, path: Path, **picture: Any) -> "Folder":
-        """The files of a folder, with other settings of its pictures."""
-        files = {name.stem: json.loads(name.read_text()) for name in path.glob("*.json") if name.stem != "tokenizer"}
-        part = files.get("preprocessor_config") or files["processor_config"]["image_processor"]
-        part |= picture
-        return cls(files.pop("config"), **files)
-
-    def json(self, name: str) -> dict[str, Any] | None:
-        """One of the files."""
-        found = self._files.get(name.removesuffix(".json"))
-        return None if found is None else dict(found)
 
 
 def read_picture_processor(folder: JsonFolder) -> PictureProcessor:

@@ -15,14 +15,15 @@ from localinfer.loading.media import plan_media
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.encoder import MediaEncoder
 from localinfer.models.media.folder_media import FolderMedia, open_folder_media
-from localinfer.models.media.folder_towers import TOWER_FAMILIES
+from localinfer.models.media.folder_settings import read_processor_settings
+from localinfer.models.media.folder_towers import TOWER_FAMILIES, Tower, vision_settings
 from localinfer.models.media.patch_positions import Resize, encode_tiles, fewer, resized_table
 from localinfer.models.media.records import EncoderInput
 from localinfer.models.media.tower_file import To, TowerFile, TowerNames, canonical_name
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, StoredTensor, open_folder
 from localinfer.types import FloatArray
-from tests.models.media.conftest import MediaFolders
+from tests.models.media.conftest import Folder, MediaFolders
 
 SEE = (
     "aya_vision cohere2_vision gemma3 gemma4 glm4v glm_ocr idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava"
@@ -171,9 +172,6 @@ def test_towers_are_found_in_every_layout(media_folders: MediaFolders, name: str
 
 
 def _names(folder: CheckpointFolder, name: str) -> TowerNames:
-    from localinfer.models.media.folder_settings import read_processor_settings
-    from localinfer.models.media.folder_towers import vision_settings
-
     settings = read_processor_settings(folder)
     family = TOWER_FAMILIES[name]
     return family.names(settings, vision_settings(settings, family))
@@ -284,6 +282,20 @@ def test_settings_that_make_no_sense_are_named(media_folders: MediaFolders, name
         next((part for part in parts if key in part), folder.config)[key] = value
         with pytest.raises((CorruptFileError, UnsupportedFormatError), match=key):
             _open(folder)
+
+
+def test_pictures_wider_than_the_window_that_they_are_seen_whole_in_are_refused() -> None:
+    family = TOWER_FAMILIES["gemma4_unified"]
+    files = {"processor_config": {"image_processor": {"max_soft_tokens": 280}}}
+    for window, fails in ((280, False), (279, True)):
+        folder = Folder({"model_type": "gemma4_unified", "text_config": {"sliding_window": window}}, **files)
+        settings = read_processor_settings(folder)
+        tower = Tower(settings, vision_settings(settings, family), None)  # type: ignore[arg-type]
+        if fails:
+            with pytest.raises(UnsupportedFormatError, match="max_soft_tokens"):
+                family.fields(tower)
+        else:
+            assert family.fields(tower)["merge"] == 3
 
 
 def test_kept_rows_are_the_middle_of_the_tiles() -> None:
