@@ -1,8 +1,8 @@
 """Run by a Python that has llama-cpp-python with libmtmd: what it makes of pictures, and how long it takes.
 
 python peer_media.py MODEL MMPROJ THREADS: then reads lines `encode PICTURE TARGET.npy` and `first PICTURE PROMPT`,
-where PROMPT is JSON of a text with libmtmd's mark in it, and answers each with a line of JSON: its seconds, and the
-likeliest token of the second. All settings but the threads are the library's own.
+where PROMPT is JSON of a text with libmtmd's mark in it, and answers each with a line of JSON: its seconds, also on
+processors, and the likeliest token of the second. All settings but the threads are the library's own.
 """
 
 import ctypes
@@ -49,24 +49,24 @@ class Peer:
         mtmd_cpp.mtmd_bitmap_free(bitmap)
         return found
 
-    def encode(self, picture: str, target: str) -> dict[str, float]:
+    def encode(self, picture: str, target: str) -> dict[str, Any]:
         chunks = self.chunks(picture, mtmd_cpp.mtmd_default_marker().decode())
         kind = mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE
         count = mtmd_cpp.mtmd_input_chunks_size(chunks)
         found = [mtmd_cpp.mtmd_input_chunks_get(chunks, index) for index in range(count)]
         (chunk,) = (one for one in found if mtmd_cpp.mtmd_input_chunk_get_type(one) == kind)
-        begin = time.perf_counter()
+        begin = _clocks()
         if mtmd_cpp.mtmd_encode_chunk(self._media, chunk):
             raise SystemExit("libmtmd could not encode the picture")
-        seconds = time.perf_counter() - begin
+        seconds = _since(begin)
         shape = (mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk), llama_cpp.llama_model_n_embd_inp(self._model))
         np.save(target, np.ctypeslib.as_array(mtmd_cpp.mtmd_get_output_embd(self._media), shape))
         mtmd_cpp.mtmd_input_chunks_free(chunks)
         return {"seconds": seconds}
 
-    def first(self, picture: str, prompt: str) -> dict[str, float]:
+    def first(self, picture: str, prompt: str) -> dict[str, Any]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        begin = time.perf_counter()
+        begin = _clocks()
         chunks, end = self.chunks(picture, prompt), llama_cpp.llama_pos(0)
         if mtmd_cpp.mtmd_helper_eval_chunks(
             self._media, self._context, chunks, 0, 0, self._num_batch, True, ctypes.byref(end)
@@ -75,9 +75,18 @@ class Peer:
         size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (size,))
         token = int(logits.argmax())
-        seconds = time.perf_counter() - begin
+        seconds = _since(begin)
         mtmd_cpp.mtmd_input_chunks_free(chunks)
         return {"seconds": seconds, "token": token}
+
+
+def _clocks() -> tuple[float, float]:
+    """Time, and the process's time on processors."""
+    return time.perf_counter(), time.process_time()
+
+
+def _since(begin: tuple[float, float]) -> list[float]:
+    return [now - before for now, before in zip(_clocks(), begin, strict=True)]
 
 
 def main() -> None:
