@@ -1,6 +1,7 @@
 """Saved conversations: turns and facts as JSON and Markdown, one JSON file each, in a folder of the user's.
 
-Files are records (`records.py`) that outlive a power cut. Writers take turns by a lock on the folder; readers need
+Files are records (`records.py`) that outlive a power cut; pictures and sounds are files beside them
+(`conversation_media.py`). Writers take turns by a lock on the folder; readers need
 none. A file that cannot be read is named in a warning, and neither deleted nor overwritten.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from localinfer.errors import RequestError, SessionFileError
+from localinfer.storage.conversation_media import FOLDER, ConversationMedia, is_reference, packed, references
 from localinfer.storage.records import LOCK, RecordStore
 from localinfer.system import disk
 from localinfer.system.files import unwritable
@@ -28,6 +30,8 @@ from localinfer.system.folders import make_private, user_folder
 
 FORMAT = "localinfer conversation"
 FORMAT_VERSION = 1
+STORED_VERSION = 2
+"""Of a record whose pictures and sounds are files beside it."""
 MOST_NAME_CHARACTERS = 80
 _MOST_FIRST_WORDS = 60
 _MOST_SLUG_CHARACTERS = 40
@@ -84,7 +88,7 @@ class SavedConversation:
         """The text of its file: one JSON object, with the format's name and version first."""
         fields = {
             "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "version": STORED_VERSION if references(self.turns) else FORMAT_VERSION,
             "id": self.id,
             "name": self.name,
             "model": self.model,
@@ -123,24 +127,33 @@ class SavedConversation:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     @classmethod
-    def from_json(cls, content: bytes | str) -> Self:
-        """Parse and check what `to_json` wrote. Raises: SessionFileError with what is wrong, without the way out."""
+    def from_json(cls, content: bytes | str, *, is_stored: bool = False) -> Self:
+        """Parse and check what `to_json` wrote.
+
+        is_stored: it is a record of a store, which may have pictures as digests. Raises: SessionFileError with what is
+        wrong, without the way out.
+        """
         try:
             fields = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise SessionFileError(f"it is not JSON ({error})") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise SessionFileError("it is not a saved conversation")
-        if fields.get("version") != FORMAT_VERSION:
+        version = fields.get("version")
+        if version == STORED_VERSION and not is_stored:
             raise SessionFileError(
-                f"it has format version {fields.get('version')!r}, and this localinfer reads {FORMAT_VERSION}"
+                "it is a record whose pictures are files beside it; take what 'localinfer sessions export' writes of it"
+            )
+        if version not in (FORMAT_VERSION, STORED_VERSION):
+            raise SessionFileError(
+                f"it has format version {version!r}, and this localinfer reads {FORMAT_VERSION} and {STORED_VERSION}"
             )
         id, name, model = (_text(fields, member) for member in ("id", "name", "model"))
         if not is_id(id):
             raise SessionFileError(f"its id is {id!r}")
         system = None if fields.get("system") is None else _text(fields, "system")
         turns = fields.get("turns")
-        if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        if not isinstance(turns, list) or not all(_is_turn(turn, is_stored=is_stored) for turn in turns):
             raise SessionFileError("its turns are not messages with a role and content")
         return cls(id, name, model, system, turns, _time(fields, "created"), _time(fields, "changed"))
 
@@ -196,19 +209,21 @@ def name_from(conversation: SavedConversation) -> str:
     return slug or (words[0][:_MOST_SLUG_CHARACTERS] if words else "conversation")
 
 
-def _is_turn(turn: object) -> bool:
+def _is_turn(turn: object, *, is_stored: bool) -> bool:
     if not isinstance(turn, dict):
         return False
     content = turn.get("content")
-    has_parts = isinstance(content, list) and all(map(_is_part, content))
+    has_parts = isinstance(content, list) and all(_is_part(part, is_stored=is_stored) for part in content)
     is_said = turn.get("role") in _ROLES and (isinstance(content, str) or has_parts)
     return is_said and all(isinstance(turn.get(name), str | None) for name in ("reasoning", "finish_reason"))
 
 
-def _is_part(part: object) -> bool:
-    """True for a part with a text, or a picture or sound with its bytes as base64."""
+def _is_part(part: object, *, is_stored: bool) -> bool:
+    """True for a part with a text, or a picture or sound with its bytes as base64, or in a record with their digest."""
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         return False
+    if is_stored and part["type"] != "text" and is_reference(part):
+        return isinstance(part.get("name"), str | None)
     return isinstance(part.get("text" if part["type"] == "text" else "data"), str)
 
 
@@ -244,7 +259,7 @@ _LOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class ConversationSummary:
-    """A line of the list of conversations; `num_bytes`: of its file."""
+    """A line of the list of conversations; `num_bytes`: of its files."""
 
     id: str
     name: str
@@ -283,6 +298,7 @@ class ConversationStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._records = RecordStore(folder, most_bytes=_MOST_BYTES, is_durable=True)
+        self._media = ConversationMedia(folder)
         self._seen: dict[str, _Seen] = {}
         self._moved: dict[str, str] = {}
         self._warned: set[str] = set()
@@ -320,14 +336,18 @@ class ConversationStore:
         return self._moved.get(conversation.id, conversation.id)
 
     def load(self, name_or_id: str) -> SavedConversation:
-        """Read one conversation.
+        """Read one conversation; what of its pictures and sounds cannot be read is named in a warning.
 
         Raises: RequestError if there is none of this name, SessionFileError if its file cannot be read.
         """
-        conversation, _ = self._read(self._path(self._find(name_or_id)))
+        path = self._path(self._find(name_or_id))
+        conversation, _ = self._read(path)
         self._seen[conversation.id] = _Seen((_state(conversation),), conversation.name, conversation.name)
         self._moved.pop(conversation.id, None)
-        return conversation
+        turns, problems = self._media.unpacked(conversation.id, conversation.turns)
+        if problems:
+            logger.warning("%s: %s; its name stands in its place", path, ", ".join(problems))
+        return replace(conversation, turns=turns)
 
     def find(self, name_or_id: str) -> SavedConversation | None:
         """Read one conversation; None if there is none of this name. Raises: as `load`."""
@@ -345,6 +365,7 @@ class ConversationStore:
     def list(self) -> _Summaries:
         """Every conversation that can be read, the last changed first; the others are named in a warning."""
         found = []
+        media_bytes = self._media.num_bytes()
         for file_name in self._names():
             try:
                 conversation, num_bytes = self._read(self.folder / file_name)
@@ -362,7 +383,7 @@ class ConversationStore:
                     conversation.first_words,
                     conversation.created,
                     conversation.changed,
-                    num_bytes,
+                    num_bytes + media_bytes.get(conversation.id, 0),
                 )
             )
         return sorted(found, key=lambda summary: (summary.changed, summary.id), reverse=True)
@@ -401,6 +422,7 @@ class ConversationStore:
                 self._records.delete(path.name)
             except OSError as error:
                 raise SessionFileError(f"{path} cannot be deleted: {error.strerror or error}") from error
+            self._media.keep(path.name.removesuffix(_SUFFIX), ())
 
     def _path(self, id: str) -> Path:
         return self.folder / f"{id}{_SUFFIX}"
@@ -414,7 +436,7 @@ class ConversationStore:
 
     def _names(self) -> _Texts:
         try:
-            return self._records.names()
+            return [name for name in self._records.names() if name != FOLDER]
         except OSError as error:
             raise SessionFileError(f"{self.folder} cannot be read: {error.strerror or error}") from error
 
@@ -440,7 +462,7 @@ class ConversationStore:
         """A conversation and the bytes of its file. Raises: SessionFileError, which names the file."""
         try:
             content = self._records.read(path.name)
-            conversation = SavedConversation.from_json(content)
+            conversation = SavedConversation.from_json(content, is_stored=True)
             if path.name != f"{conversation.id}{_SUFFIX}":
                 raise SessionFileError(f"its name does not fit its id, {conversation.id}")
         except (OSError, SessionFileError) as error:
@@ -460,10 +482,14 @@ class ConversationStore:
         path = self._path(conversation.id)
         seen, state = self._seen.get(given.id) or _Seen((), "", given.name), _state(conversation)
         self._seen[given.id] = seen._replace(states=(*seen.states, state))
+        turns, files = packed(conversation.turns)
         try:
-            self._records.write(path.name, conversation.to_json().encode())
+            if files:
+                self._media.write(conversation.id, files)
+            self._records.write(path.name, replace(conversation, turns=turns).to_json().encode())
         except OSError as error:
             raise SessionFileError(unwritable(path, error)) from error
+        self._media.keep(conversation.id, references(turns))
         self._seen[given.id] = _Seen((state,), conversation.name, given.name)
 
     def _move(self, conversation: SavedConversation) -> SavedConversation:
@@ -521,6 +547,7 @@ class ConversationStore:
             if not self._is_swept:
                 with contextlib.suppress(OSError):
                     self._records.delete_unfinished(is_locked=True)
+                    self._media.keep_of(name.removesuffix(_SUFFIX) for name in self._records.names())
                     self._is_swept = True
             yield
 
@@ -533,7 +560,7 @@ def open_store() -> ConversationStore | None:
 
 def _state(conversation: SavedConversation) -> bytes:
     """A digest of the messages: times may be the same of two writers, and a name may be given by any."""
-    return hashlib.sha256(json.dumps([conversation.system, list(map(dict, conversation.turns))]).encode()).digest()
+    return hashlib.sha256(json.dumps([conversation.system, packed(conversation.turns)[0]]).encode()).digest()
 
 
 def _folded(name: str) -> str:

@@ -1,6 +1,8 @@
 """Saved conversations: whole after every kill, never two of a name, and nothing that is damaged is lost from sight."""
 
+import base64
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -243,7 +245,7 @@ DAMAGE = {
     "deep": (b"[" * 100_000, "not JSON"),
     "not text": (b"\xff\xfe\x00", "not JSON"),
     "of another program": (b'{"messages": []}', "not a saved conversation"),
-    "of a later version": ({"version": 2}, "format version 2"),
+    "of a later version": ({"version": 3}, "format version 3"),
     "without a name": ({"name": None}, "its name is not text"),
     "with foreign turns": ({"turns": [{"role": "user"}]}, "turns are not messages"),
     "with turns that are no list": ({"turns": {}}, "turns are not messages"),
@@ -472,3 +474,114 @@ def test_killed_at_random_moments_every_finished_turn_is_there(tmp_path: Path) -
     output, _ = run(code)
     kills, turns, _ = map(int, output.split())
     assert kills == 100 and turns > 100, "the moments are spread over the work"
+
+
+PICTURES = [bytes([number]) * 2000 for number in range(3)]
+
+
+def part(number: int, **more: Any) -> dict[str, Any]:
+    return {"type": "image", **more, "data": base64.b64encode(PICTURES[number]).decode()}
+
+
+def seen(*numbers: int, question: str = "What?") -> list[dict[str, Any]]:
+    """A turn with pictures, and a reply."""
+    parts = [*(part(number, name=f"{number}.png") for number in numbers), {"type": "text", "text": question}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": "Yes."}]
+
+
+def media_files(store: ConversationStore) -> list[Path]:
+    return sorted((store.folder / "media").glob("*")) if (store.folder / "media").exists() else []
+
+
+def test_a_picture_is_one_file_however_many_turns_show_it(store: ConversationStore) -> None:
+    conversation = SavedConversation.begin("demo", name="pictures")
+    turns: list[dict[str, Any]] = []
+    for _ in range(10):
+        turns += seen(0)
+        conversation = conversation.with_turns(turns, system=None)
+        store.save(conversation)
+    (file,) = media_files(store)
+    assert file.read_bytes() == PICTURES[0]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 or sys.platform == "win32"
+    record = store.folder / f"{conversation.id}.json"
+    assert len(record.read_bytes()) < 10 * 800 and "data" not in record.read_text()
+    other = ConversationStore(store.folder)
+    loaded = other.load("pictures")
+    assert loaded == conversation
+    assert other.list()[0].num_bytes == len(record.read_bytes()) + 2000
+    # What goes out is whole.
+    assert SavedConversation.from_json(loaded.to_json()) == conversation
+    with pytest.raises(SessionFileError, match="sessions export"):
+        SavedConversation.from_json(record.read_bytes())
+    # Going on, renaming and editing keep what is shown, and nothing else.
+    other.save(loaded.with_turns([*loaded.turns, *seen(1, 0)], system=None))
+    other.rename("pictures", "seen")
+    assert len(media_files(store)) == 2
+    fresh = ConversationStore(store.folder)
+    fresh.save(fresh.load("seen").with_turns(seen(1), system=None))
+    assert [file.read_bytes() for file in media_files(store)] == [PICTURES[1]]
+    fresh.save(talk(name="words"))
+    fresh.delete("seen")
+    assert not media_files(store) and [one.name for one in fresh.list()] == ["words"]
+
+
+def test_conversations_of_before_have_their_pictures_inside_and_are_read(store: ConversationStore) -> None:
+    conversation = SavedConversation.begin("demo", name="old").with_turns(seen(0, 1), system=None)
+    store.save(talk())
+    (store.folder / f"{conversation.id}.json").write_text(conversation.to_json())
+    assert store.load("old") == conversation and not media_files(store)
+    store.save(conversation.with_turns([*conversation.turns, *exchange("More?")], system=None))
+    assert len(media_files(store)) == 2 and len(store.list()) == 2
+    # What would not come back as it was stays inside.
+    odd = [{"role": "user", "content": [{"type": "image", "data": "AAA=\n"}]}, {"role": "assistant", "content": "Yes."}]
+    kept = SavedConversation.begin("demo", name="odd").with_turns(odd, system=None)
+    store.save(kept)
+    assert ConversationStore(store.folder).load("odd") == kept and len(media_files(store)) == 2
+
+
+def test_a_picture_that_is_gone_or_damaged_is_named_and_the_conversation_continues(
+    store: ConversationStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    conversation = SavedConversation.begin("demo", name="lost").with_turns(seen(0, 1, 2), system=None)
+    store.save(conversation)
+    first, second = [file for file in media_files(store) if file.read_bytes() != PICTURES[2]]
+    first.unlink()
+    second.write_bytes(b"something else")
+    loaded = ConversationStore(store.folder).load("lost")
+    content = loaded.turns[0]["content"]
+    assert [one.get("text") for one in content] == ["[image 0.png]", "[image 1.png]", None, "What?"]
+    assert content[2] == part(2, name="2.png")
+    assert "its image 0.png " in caplog.text and "its image 1.png " in caplog.text
+    assert caplog.text.count("stands in its place") == 1
+    fresh = ConversationStore(store.folder)
+    fresh.save(fresh.load("lost").with_turns([*loaded.turns, *exchange("More?")], system=None))
+    assert len(ConversationStore(store.folder).load("lost").turns) == 4
+
+
+def test_files_of_no_conversation_are_deleted_and_others_left(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(SavedConversation.begin("demo", name="kept").with_turns(seen(0), system=None))
+    unsaved = SavedConversation.begin("demo").with_turns(seen(1), system=None)
+    with monkeypatch.context() as patch:
+        real = records.RecordStore.write
+
+        def fail(self: records.RecordStore, name: str, content: bytes) -> None:
+            if name.endswith(".json"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(self, name, content)
+
+        patch.setattr(records.RecordStore, "write", fail)
+        with pytest.raises(SessionFileError, match="No space"):
+            store.save(unsaved)
+    assert len(media_files(store)) == 2
+    (store.folder / "media" / "mine.txt").write_text("not ours")
+    broken = store.folder / f"{SavedConversation.begin('demo').id}.json"
+    broken.write_text("{")
+    of_broken = store.folder / "media" / f"{broken.stem}-{'0' * 64}"
+    of_broken.write_bytes(b"its picture")
+    ConversationStore(store.folder).save(talk())
+    of_kept = f"{store.load('kept').id}-{hashlib.sha256(PICTURES[0]).hexdigest()}"
+    assert {file.name for file in media_files(store)} == {"mine.txt", of_broken.name, of_kept}
+    store.delete(broken.stem)
+    assert not of_broken.exists()

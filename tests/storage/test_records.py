@@ -101,7 +101,7 @@ def test_a_record_of_a_later_version_is_neither_read_nor_deleted(kind: Kind, tmp
     if kind.is_sealed:
         newer = content.replace(b"\n", b" 2\n", 1)
     else:
-        newer = json.dumps(json.loads(content) | {"version": 2}).encode()
+        newer = json.dumps(json.loads(content) | {"version": 3}).encode()
     path.write_bytes(newer)
     assert kind.count(path.parent) == 0
     assert path.read_bytes() == newer
