@@ -59,6 +59,12 @@ if not os.path.isdir(os.path.join(_FOLDER, "kernels")) and os.path.isfile(
     # Python run in a checkout finds this folder before any installed copy; the floors below lie beside it there.
     __path__.append(_CHECKOUT)
 
+if os.environ.get("LOCALINFER_OFFLINE"):
+    from localinfer.system import offline
+
+    if offline.is_asked():
+        offline.begin()
+
 __all__ = [
     "Availability",
     "Beam",

@@ -16,6 +16,7 @@ LocalinferError
 |   `-- SessionMismatchError       it is intact, and belongs to another model, setting or version
 |-- DownloadError                  a model cannot be brought from the hub
 |   `-- HubUnreachableError        it does not answer, or may not be asked
+|-- OfflineError                   another machine was to be reached in offline mode
 |-- BackendUnavailableError        the requested device or instruction set is not available
 |-- MissingPackageError            a part is used whose packages are not installed
 |-- OutOfMemoryError               a budget the caller set would be exceeded
@@ -120,6 +121,10 @@ class DownloadError(LocalinferError):
 
 class HubUnreachableError(DownloadError):
     """The hub does not answer, or the user forbids asking it."""
+
+
+class OfflineError(LocalinferError, ConnectionError):
+    """Another machine was to be reached in offline mode, by whatever code."""
 
 
 class BackendUnavailableError(LocalinferError):

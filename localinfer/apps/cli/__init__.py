@@ -105,13 +105,22 @@ class _Commands(click.Group):
     callback=_show_version,
     help="Show the version and exit.",
 )
+@click.option(
+    "--offline",
+    is_flag=True,
+    help="Reach nothing but this machine, whatever asks; the variable LOCALINFER_OFFLINE says the same.",
+)
 @click.pass_context
-def localinfer_command(context: click.Context) -> None:
+def localinfer_command(context: click.Context, offline: bool) -> None:
     """Run quantized language models locally.
 
     Without -m, commands use the model that your configuration file names, or else the small bundled demo model, which
     shows that everything works. `localinfer` alone says where that file is, and what to type first.
     """
+    if offline:
+        from localinfer.system.offline import begin
+
+        begin()
     if context.invoked_subcommand is None:
         from localinfer.apps.cli.help import welcome
         from localinfer.kernels.versions import installed_version

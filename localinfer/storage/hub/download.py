@@ -112,7 +112,7 @@ class HubClient:
     def _require_usable(self) -> None:
         """Check the endpoint before huggingface_hub is imported, which reads HF_ENDPOINT by itself and fails at it."""
         if self.is_offline:
-            raise HubUnreachableError("HF_HUB_OFFLINE forbids asking the hub; unset it to pull")
+            raise HubUnreachableError("HF_HUB_OFFLINE or --offline forbids asking the hub; leave it out to pull")
         try:
             address = urlsplit(self.endpoint)
             is_usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
