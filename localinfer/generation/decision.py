@@ -81,7 +81,7 @@ class DecisionModel:
         if not isinstance(questions, Mapping) or not questions:
             raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
         if on_encoded is not None and not callable(on_encoded):
-            raise RequestError(f"on_encoded is {shown(on_encoded)}; give a function, or None", field="on_encoded")
+            raise RequestError(f"{shown(on_encoded)} is no function that takes a number of tokens; give one, or None")
         salt = salt_of(cache_salt)
         asked = [{"role": "user", "content": written(state)}] if messages is None else messages
         # They are refused as they are, before a question is added to them.

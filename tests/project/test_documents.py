@@ -130,6 +130,8 @@ def parse(arguments: list[str], folder: Path) -> None:
     for word in arguments:
         if re.fullmatch(r"[\w-]+(\.(gguf|txt|json|jinja|toml))?", word):
             (folder / word).touch()
+    if arguments[0] == "--offline":
+        arguments = arguments[1:]
     command = localinfer_command.commands[arguments[0]]
     rest = arguments[1:]
     while isinstance(command, click.Group) and rest and rest[0] in command.commands and arguments[0] != "bench":
