@@ -28,9 +28,9 @@ def documents() -> tuple[Path, ...]:
 
 
 def guides() -> list[str]:
-    """The documents for users, whose commands and code are run: the README and the pages of `docs/`."""
+    """The documents for users, whose commands and code are run: the README, the pages of `docs/`, and AGENTS.md."""
     pages = [path.relative_to(REPOSITORY).as_posix() for path in documents() if path.parent == REPOSITORY / "docs"]
-    return ["README.md", *pages]
+    return ["README.md", "AGENTS.md", *pages]
 
 
 def read(name: str) -> str:
