@@ -21,6 +21,8 @@ INTERNAL = {
     ("LLM", "engine_stats(return)"),
     ("LLM", "encode_prompt(parts)"),
     ("LLM", "encode_prompt(return)"),
+    ("LLM", "encode_chat(return)"),
+    ("LLM", "logits(token_ids)"),
     *(("LLM", f"{name}(prompt)") for name in ("complete", "acomplete", "stream")),
     ("LLM", "prefill(return)"),
     *(("LLM", place) for place in ("embed(prompt)", "embed_many(prompts)")),
