@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = Union[str, Sequence[int], "NDArray[np.integer]"]
-_Parts = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
-_Embedded = Union[Prompt, _Parts, "EmbeddingInput"]
+_Item = Union[str, Mapping[str, Any], "MediaSource"]
+_Embedded = Union[Prompt, _Item, Sequence[_Item], "EmbeddingInput"]
 _Ids = Union[Sequence[int], "NDArray[np.integer]"]
 Part = TypeVar("Part")
 
@@ -162,7 +162,8 @@ class LLM(Closing):
             return None
         from localinfer.generation.media import MediaReader
 
-        return self._once("media", partial(MediaReader, self._media, self.tokenizer, self._model.chat_template))
+        template = self._model.chat_template if "chat" in self._model.capabilities else None
+        return self._once("media", partial(MediaReader, self._media, self.tokenizer, template))
 
     @property
     def _embedder(self) -> TextEmbedder:
@@ -490,19 +491,19 @@ class LLM(Closing):
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Sequence[_Item | Sequence[_Item]],
         *,
         top_n: int | None = None,
         normalize: bool = True,
         truncate: bool = False,
         on_encoded: Callable[[int], object] | None = None,
     ) -> list[RankedDocument]:
-        """Return documents by falling relevance to a query, as a reranker scores each pair.
+        """Return documents by falling relevance to a query: by a reranker's pairs, or late by vectors (`late_score`).
 
-        top_n: return so many; None: all. normalize: scores from 0 to 1 (the logistic function of the classifier's
-        number, or the probability of its label "yes"); otherwise that number as it is. truncate: cut documents that do
-        not fit the context together with the query, which are refused otherwise. on_encoded: called before anything is
-        computed with how many tokens there are; may raise.
+        documents: texts; for late models, which see pages, also parts. top_n: return so many; None: all. normalize:
+        scores up to 1 (the classifier's number as a logistic function of it, the probability of its label "yes", or the
+        mean of a late sum); otherwise as they are. truncate: cut documents that do not fit the context, with the query
+        of a pair. on_encoded: called before anything is computed with how many tokens there are; may raise.
         Raises: as `embed_many`; RequestError for a model that is no reranker.
         """
         return self._embedder.rerank(

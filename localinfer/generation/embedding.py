@@ -71,7 +71,7 @@ class TextEmbedder:
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Sequence[Any],
         *,
         top_n: int | None,
         normalize: bool,
@@ -84,6 +84,14 @@ class TextEmbedder:
         check_number("top_n", top_n, 1, none="for all")
         if not isinstance(query, str):
             raise RequestError(f"query is {shown(query)}; give a text")
+        if self._model.pooling is Pooling.LATE:
+            inputs = self.inputs([query, *_listed(documents)], truncate=truncate)
+            counts = [one.num_tokens for one in inputs]
+            if on_encoded is not None:
+                on_encoded(sum(counts))
+            first, *others = (_finished(one, None, normalize=True) for one in self._vectors(inputs, Pooling.LATE))
+            scores = [late_score(first, one) / (len(first) if normalize else 1) for one in others]
+            return _ranked(scores, [counts[0] + count for count in counts[1:]], top_n)
         documents = _strings(documents)
         if self._model.pooling is not Pooling.RANK:
             raise RequestError(
@@ -96,12 +104,11 @@ class TextEmbedder:
             on_encoded(sum(one.token_ids.size for one in texts))
         found = self._pool(texts, Pooling.RANK)
         scores = [self._score(outputs, normalize=normalize) for outputs in found]
-        ranked = sorted(range(len(texts)), key=lambda index: -scores[index])[:top_n]
-        return [RankedDocument(index, scores[index], texts[index].token_ids.size) for index in ranked]
+        return _ranked(scores, [one.token_ids.size for one in texts], top_n)
 
     def _vectors(self, inputs: Sequence[EmbeddingInput], pooling: Pooling) -> list[FloatArray]:
         """The vectors of prompts, of which some are pictures with vectors of their own."""
-        texts = [PooledText(one.token_ids, one.num_hidden) for one in inputs if one.picture is None]
+        texts = [PooledText(one.token_ids, one.num_hidden, one.media) for one in inputs if one.picture is None]
         pooled = iter(self._pool(texts, pooling))
         return [next(pooled) if one.picture is None else self._encoded(one.picture) for one in inputs]
 
@@ -183,6 +190,19 @@ class TextEmbedder:
         return float(exponentials[labels.index(_YES)] / exponentials.sum())
 
 
+def late_score(query: FloatArray, document: FloatArray) -> float:
+    """The sum, over rows of a query, of the greatest product with a row of a document (ColBERT, arXiv 2004.12832)."""
+    # Not by a library of matrices, whose sums may depend on its threads.
+    products = np.einsum("qd,kd->qk", query.astype(np.float64), document.astype(np.float64))
+    return float(products.max(axis=1).sum())
+
+
+def _ranked(scores: Sequence[float], counts: Sequence[int], top_n: int | None) -> list[RankedDocument]:
+    """Documents of these scores and numbers of tokens, the best first."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+    return [RankedDocument(index, scores[index], counts[index]) for index in order]
+
+
 def _template_parts(template: str) -> list[str]:
     parts: list[str] = []
     for outer in template.split("{query}"):
@@ -195,11 +215,18 @@ def _template_parts(template: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _strings(documents: object) -> list[str]:
-    is_list = isinstance(documents, Sequence) and not isinstance(documents, str | bytes)
-    if not is_list or not all(isinstance(one, str) for one in documents):  # type: ignore[attr-defined]
+def _listed(documents: object) -> list[Any]:
+    if not isinstance(documents, Sequence) or isinstance(documents, str | bytes):
         raise RequestError(f"documents is {shown(documents)}; give a list of texts")
-    return [str(one) for one in documents]  # type: ignore[attr-defined]
+    return list(documents)
+
+
+def _strings(documents: object) -> list[str]:
+    found = _listed(documents)
+    wrong = [one for one in found if not isinstance(one, str)]
+    if wrong:
+        raise RequestError(f"documents holds {shown(wrong[0])}, and this reranker reads texts; give a list of texts")
+    return found
 
 
 def _finished(values: FloatArray, dimensions: int | None, *, normalize: bool) -> FloatArray:

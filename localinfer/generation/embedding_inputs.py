@@ -8,7 +8,7 @@ Models that read pictures among words take both in one prompt.
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +68,10 @@ class _TextRules:
     """True if letters are made small."""
     strips: bool = False
     """True if punctuation goes, and white space is merged."""
+    query: tuple[str, str] | None = None
+    """Texts of special tokens around a text, in models of many vectors; None for others."""
+    picture: tuple[str, str] = ("", "")
+    """The same around a picture."""
     pools_end: bool = False
     """True if a text ends, for the model, with the first token of a certain id."""
     end_id: int | None = None
@@ -82,6 +86,9 @@ class _TextRules:
             found = metadata.get(f"{prefix}.{key}", default)
             return found if isinstance(found, kind) else default
 
+        def around(name: str) -> tuple[str, str]:
+            return value(f"{name}_before", str, ""), value(f"{name}_behind", str, "")
+
         padding = metadata.get(f"{PREFIX}padding_token_id", 0)
         return cls(
             padded_length=value("padded_length", int, 0),
@@ -89,6 +96,8 @@ class _TextRules:
             padding_id=padding if isinstance(padding, int) else 0,
             lowers=value("lowers_texts", bool, False),
             strips=value("strips_punctuation", bool, False),
+            query=around("query") if value("late_interaction", bool, False) else None,
+            picture=around("picture"),
             pools_end=value("pools_end_token", bool, False),
             end_id=value("pooled_token_id", int, None),
         )
@@ -155,6 +164,11 @@ class InputReader:
                     "give each by itself"
                 )
             return self._picture(self._media, sources[0])
+        if self._rules.query is not None and len(parts) > 1:
+            raise RequestError(
+                f"{path} has {len(parts)} parts, and this model reads a query or the picture of a page; give each by "
+                "itself"
+            )
         return self._prompt(parts)
 
     def checked(
@@ -181,11 +195,16 @@ class InputReader:
         room = self._engine.context_length
         if not isinstance(text, str):
             return self._rules.ended(self.checked(text, cut=truncate))
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(self._rules.spelled(text), max_tokens=None if truncate else room)
+        tokenizer, query = self.tokenizer, self._rules.query
+        most = None if truncate else room
+        if query is None:
+            ids, end = tokenizer.encode(self._rules.spelled(text), max_tokens=most), tokenizer.ids_after
+        else:
+            segments = [(query[0], True), (text, False), (query[1], True)]
+            ids = tokenizer.encode_segments(segments, max_tokens=most)
+            end = tokenizer.encode(query[1], add_special=False, parse_special=True)
         if truncate and len(ids) > room:
             # The tokens that end a text stay.
-            end = tokenizer.ids_after
             ids = ids[: room - len(end)] + end
         return self._rules.ended(self.checked(self._rules.filled(ids)))
 
@@ -204,9 +223,16 @@ class InputReader:
 
             check_no_media([{"content": list(parts)}])
         assert self._reader is not None, "there is a picture or sound among them"
-        encoded = self._reader.encode_parts(parts, max_tokens=self._engine.context_length)
-        ids = self.checked([*encoded.token_ids, *self.tokenizer.ids_after], media=encoded.media)
-        return EmbeddingInput(ids, tuple(encoded.media))
+        room = self._engine.context_length
+        if self._rules.query is None:
+            encoded = self._reader.encode_parts(parts, max_tokens=room)
+            ids, runs = [*encoded.token_ids, *self.tokenizer.ids_after], tuple(encoded.media)
+        else:
+            (source,) = (part for part in parts if isinstance(part, MediaSource))
+            ids, placed = self._reader.encode_framed(source, *self._rules.picture)
+            # As transformers computes ColQwen2: rows of a picture stand one behind the other, not in a grid.
+            runs = tuple(replace(run, grid=None, num_positions=run.ids.size) for run in placed)
+        return EmbeddingInput(self.checked(ids, media=runs), runs)
 
 
 def _parts(prompt: Any, path: str) -> list[str | MediaSource] | None:

@@ -272,6 +272,13 @@ class MediaReader:
             notices=tuple(notice for one in media for notice in one.notices),
         )
 
+    def encode_framed(
+        self, source: MediaSource, before: str, behind: str, salt: bytes = NO_SALT
+    ) -> tuple[list[int], tuple[MediaRun, ...]]:
+        """The ids of a picture or sound between two texts of special tokens, and its runs. Raises: as `read`."""
+        (held,) = (one.held for one in self.read([source], salt))
+        return self.encode_segments([(before, True), (source.marker, False), (behind, True)]), held.runs
+
     def encode_segments(
         self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
     ) -> list[int]:

@@ -1,5 +1,6 @@
 """Whole texts of token ids to vectors, scores or log probabilities, many in a batch."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
@@ -35,6 +36,8 @@ class PooledText:
     """Checked by `Engine.check_prompt`, at least one."""
     num_hidden: int = 0
     """First ids that the others do not see."""
+    media: tuple[MediaRun, ...] = ()
+    """Its pictures and sounds in order, whose ids are among its ids."""
     num_first: int | None = None
     """Of a pair, how many ids are of the first of the model's token types, the others being of the second; None for
     all."""
@@ -57,6 +60,8 @@ class _Text:
     """A text on its way: its pages while it has any, and the results of its rows that are wanted."""
 
     given: PooledText
+    media: PlacedMedia | None
+    """Its pictures and sounds, or what else its rows are told."""
     sequence: SequenceCache | None = None
     rows: list[FloatArray] = field(default_factory=list)
 
@@ -105,9 +110,9 @@ class TextPooler:
             return []
         kind = self._computed(pooling)
         self._engine.check_usable()
-        room = self._reserve(kind, max(one.token_ids.size for one in texts))
+        waiting = [_Text(one, self._placed(one)) for one in texts]
+        room = self._reserve(kind, max(self._rows_at_once(kind, one) for one in waiting))
         taken = self._taken_rows(kind, pooling)
-        waiting = [_Text(one) for one in texts]
         try:
             for batch in _batches(waiting, room, None if self._is_whole(kind) else room):
                 self._run(kind, batch, taken)
@@ -129,10 +134,23 @@ class TextPooler:
         """True if a batch must hold all rows of its texts."""
         return self._is_encoder or kind is Pooling.MEAN
 
+    def _placed(self, text: PooledText) -> PlacedMedia | None:
+        """The media of a text. Raises: as `Engine.place_media`."""
+        if text.num_hidden:
+            # Of a sequence that is not cached, what it tells of its rows is all that is asked.
+            return cast("PlacedMedia", _HiddenStart(text.num_hidden))
+        return self._engine.place_media(text.token_ids, text.media)
+
+    def _rows_at_once(self, kind: Pooling, text: _Text) -> int:
+        """Rows of a text that one batch has to hold."""
+        if self._is_whole(kind):
+            return text.token_ids.size
+        return text.media.largest_batch() if text.given.media and text.media is not None else 1
+
     def _reserve(self, kind: Pooling, longest: int) -> int:
-        """Have a program that holds the longest text that is computed whole; returns how many rows to batch."""
+        """Have a program that holds the most rows that are computed at once; returns how many rows to batch."""
         wanted = MAX_BATCH_ROWS
-        while self._is_whole(kind) and wanted < longest:
+        while wanted < longest:
             wanted *= 2
         with self._engine.exclusive_cache():
             program = self._programs.get(kind)
@@ -148,7 +166,7 @@ class TextPooler:
     def _taken_rows(self, kind: Pooling, pooling: Pooling) -> Callable[[_Piece], range]:
         """Wanted rows of a piece, counted from its first."""
         chosen = self._model.classified_rows if pooling is Pooling.RANK else pooling
-        if pooling is Pooling.NONE or (chosen is Pooling.MEAN and kind is Pooling.NONE):
+        if pooling in (Pooling.NONE, Pooling.LATE) or (chosen is Pooling.MEAN and kind is Pooling.NONE):
             return lambda piece: range(piece.stop - piece.start)
         if chosen is Pooling.LAST:
 
@@ -164,6 +182,10 @@ class TextPooler:
         counts = []
         first = 0
         for piece in batch:
+            if piece.text.given.media and piece.text.media is not None:
+                # Before the step, which others wait for.
+                piece.text.media.hold(piece.start, lambda: False)
+        for piece in batch:
             wanted = taken(piece)
             rows.extend(range(first + wanted.start, first + wanted.stop))
             counts.append(len(wanted))
@@ -173,9 +195,7 @@ class TextPooler:
             for piece in batch:
                 if piece.text.sequence is None:
                     piece.text.sequence = cache.open()
-                    if piece.text.given.num_hidden:
-                        # Of a sequence that is not cached, what it tells of its rows is all that is asked.
-                        piece.text.sequence.media = cast("PlacedMedia", _HiddenStart(piece.text.given.num_hidden))
+                    piece.text.sequence.media = piece.text.media
                 sequences.append(piece.text.sequence)
             ids = [piece.text.token_ids[piece.start : piece.stop] for piece in batch]
             types = _token_types(batch)
@@ -197,6 +217,8 @@ class TextPooler:
                     assert text.sequence is not None, "chosen so"
                     text.sequence.close()
                     text.sequence = None
+                    if text.given.media and text.media is not None:
+                        text.media.release(sys.maxsize)
 
 
 def _token_types(batch: Sequence[_Piece]) -> NDArray[np.int32] | None:
@@ -216,24 +238,33 @@ def _batches(texts: Sequence[_Text], room: int, longest: int | None) -> Iterator
     batch: list[_Piece] = []
     used = 0
     for text in texts:
-        step = longest or len(text.token_ids)
-        for start in range(0, len(text.token_ids), step):
-            piece = _Piece(text, start, min(start + step, len(text.token_ids)))
+        start, step = 0, longest or len(text.token_ids)
+        while start < len(text.token_ids):
+            piece = _Piece(text, start, _whole_runs(text, start, min(start + step, len(text.token_ids))))
             # Two pieces of one text cannot be in one batch.
             if batch and (start or used + piece.stop - start > room):
                 yield batch
                 batch, used = [], 0
             batch.append(piece)
             used += piece.stop - start
+            start = piece.stop
     if batch:
         yield batch
+
+
+def _whole_runs(text: _Text, start: int, stop: int) -> int:
+    """The end of a piece, so that rows which see each other are computed at once."""
+    parted = text.media.whole_run_at(stop) if text.given.media and text.media is not None else None
+    if parted is None:
+        return stop
+    return parted[0] if parted[0] > start else parted[1]
 
 
 def _result(text: _Text, pooling: Pooling, *, is_mean: bool) -> FloatArray:
     if is_mean:
         total = np.sum([part.sum(axis=0, dtype=np.float64) for part in text.rows], axis=0)
         return np.asarray(total / len(text.token_ids), np.float32)
-    if pooling is Pooling.NONE:
+    if pooling in (Pooling.NONE, Pooling.LATE):
         return np.concatenate(text.rows)
     return next(part[0] for part in text.rows if len(part))
 

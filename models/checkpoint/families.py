@@ -16,6 +16,7 @@ from localinfer.models.checkpoint.contrastive_families import CONTRASTIVE
 from localinfer.models.checkpoint.dense_families import DENSE, GPT
 from localinfer.models.checkpoint.encoder_families import BERT_KIN, ENCODERS
 from localinfer.models.checkpoint.family import Family
+from localinfer.models.checkpoint.late_families import LATE
 from localinfer.models.checkpoint.mixed_layer_families import GEMMA4, UNEVEN
 from localinfer.models.checkpoint.mixture_families import MIXTURES
 from localinfer.models.checkpoint.settings import Settings
@@ -74,7 +75,7 @@ NOT_RUN_TYPES = named(
         SPEAKS: _SPEAKS,
         SEES: _SEES,
         COMPARES: _COMPARES,
-        RETRIEVES: "colmodernvbert colpali colqwen2",
+        RETRIEVES: "colmodernvbert",
         OWN_TEXT: _OWN_TEXT,
         "whose experts differ for words and for images": "ernie4_5_vl_moe ernie4_5_vl_moe_text",
         CROSS_ATTENTION: "blip idefics mllama mllama_text_model",
@@ -121,6 +122,7 @@ FAMILIES: dict[str, Family] = {
     **ENCODERS,
     **BERT_KIN,
     **CONTRASTIVE,
+    **LATE,
 }
 """Families by `model_type`."""
 
@@ -155,7 +157,7 @@ def _refusal(kinds: Sequence[tuple[str, object]]) -> Exception:
     return refuse_kind(*kinds[0], FAMILIES, None, way_out)
 
 
-_NESTED = ("thinker_config", "text_config", "llm_config")
+_NESTED = ("thinker_config", "vlm_config", "text_config", "llm_config")
 """Records that have a text model, one inside the other."""
 _OF_OTHER_PARTS = re.compile(
     r".*(vision|visual|vit|image|video|audio|speech|sound|acoustic|encoder|projector|connector|adapt[eo]r|former"
@@ -336,11 +338,12 @@ def read_text_config(config: Mapping[str, Any], known: Collection[str]) -> TextC
     settings: dict[str, Any] = {}
     for level in levels if found in types[:-1] else levels[-1:]:
         settings |= level
+    defaults = TEXT_DEFAULTS.get(str(types[-1] if str(found) in LATE else found), {})
     return TextConfig(
         found,
         {f"{path}model_type": kind for path, kind in zip(named, types, strict=True)},
         settings,
-        TEXT_DEFAULTS.get(str(found), {}) if len(levels) > 1 else {},
+        defaults if len(levels) > 1 else {},
         _tied(levels, wrapper),
         any(
             isinstance(value, dict) and _OF_OTHER_PARTS.fullmatch(key)

@@ -22,6 +22,7 @@ from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedForma
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
+from localinfer.models.checkpoint.late_families import prompt_metadata
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
@@ -108,7 +109,7 @@ class CheckpointModel(Closing):
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
         text_modules = read_text_modules(folder)
         is_headless = text_modules.pooling_type is not None and not has_head(folder.tensors)
-        if is_headless:
+        if is_headless or parameters.metadata.get(f"{parameters.family.architecture}.late_interaction"):
             parameters = replace(parameters, ties_embeddings=None)
         self._folder = folder
         plan = plan_tensors(parts, parameters, self._are_equal)
@@ -139,7 +140,9 @@ class CheckpointModel(Closing):
         metadata = parameters.metadata | self._per_layer(parameters)
         if text_modules.pooling_type is not None:
             metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
-        metadata |= reading_metadata(metadata, folder.json("tokenizer_config.json") or {})
+        spelling = folder.json("tokenizer_config.json") or {}
+        metadata |= reading_metadata(metadata, spelling)
+        metadata |= prompt_metadata(metadata, folder.json("processor_config.json") or {}, spelling)
         self.metadata = metadata | quantization | self._read_tokenizer() | read_sampling(folder)
         self._records = {name: self._record(planned) for name, planned in self._plan.items()}
         self.tensors = {name: found for name, found in self._records.items() if not _is_inner(name, parameters)}

@@ -246,7 +246,8 @@ def _names(sources: Source) -> list[tuple[str, Change | None]]:
 
 def _prefix(modules: Collection[str], embedding: str) -> str:
     """The text before the names of the embedding and the layers: models that also see nest the text model."""
-    for prefix in _PREFIXES:
+    # Models over one that sees nest that in turn.
+    for prefix in (*_PREFIXES, *(f"vlm.{prefix}" for prefix in _PREFIXES)):
         if f"{prefix}{embedding}" in modules:
             return prefix
     raise CorruptFileError(

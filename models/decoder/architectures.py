@@ -137,8 +137,8 @@ ARCHITECTURES: Registry[str, Architecture | Callable[[ModelConfig], Architecture
             "falcon-h1 granitehybrid jamba mamba mamba2 nemotron_h nemotron_h_moe plamo2 zamba2"
         ).split(),
         f"{_HERE}.encoder_architectures:ENCODERS": (
-            "bert clip-text deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 "
-            "modern-bert mpnet neo-bert nomic-bert nomic-bert-moe siglip-text"
+            "bert clip-text colpali colqwen2 deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 "
+            "jina-bert-v3 modern-bert mpnet neo-bert nomic-bert nomic-bert-moe siglip-text"
         ).split(),
         f"{_HERE}.encoder_architectures:DECODERS_OF_THEIR_KIND": ("modern-bert-decoder").split(),
     }

@@ -392,6 +392,8 @@ class Pooling(Enum):
     MEAN = "mean"
     FIRST = "first"
     LAST = "last"
+    LATE = "late"
+    """All of them, through the matrices behind: many vectors of a text, compared late."""
     RANK = "rank"
     """One row, or the mean, through a classifier: scores in place of a vector."""
 
@@ -404,6 +406,8 @@ def read_pooling(metadata: Mapping[str, object]) -> Pooling:
     """Read the pooling from GGUF metadata. Raises: UnsupportedFormatError for an unsupported one."""
     key = f"{metadata.get('general.architecture')}.pooling_type"
     found = metadata.get(key, 0)
+    if metadata.get(f"{metadata.get('general.architecture')}.late_interaction") is True:
+        return Pooling.LATE
     if isinstance(found, Integral) and int(found) in _BY_NUMBER:
         return _BY_NUMBER[int(found)]
     from localinfer.models.decoder.metadata import shown

@@ -13,8 +13,8 @@ from localinfer.models.decoder.block_config import MAX_CONTEXT, MAX_LAYERS, MAX_
 from localinfer.models.decoder.metadata import MetadataReader, shown
 
 BIDIRECTIONAL = frozenset(
-    "bert clip-text deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2 jina-bert-v3 modern-bert"
-    " mpnet neo-bert nomic-bert nomic-bert-moe siglip-text".split()
+    "bert clip-text colpali colqwen2 deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2"
+    " jina-bert-v3 modern-bert mpnet neo-bert nomic-bert nomic-bert-moe siglip-text".split()
 )
 """Encoders: architectures whose positions see later ones, or that have no next token."""
 _WITH_ACTIVATION = ("bitnet", "clip-text", "modern-bert", "modern-bert-decoder")

@@ -12,7 +12,7 @@ from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Pairing
 from localinfer.models.decoder.architecture import Architecture, Blocks, Norm, QueryKeyNorm, RelativeBias
 from localinfer.models.decoder.config import ModelConfig
-from localinfer.models.decoder.dense_architectures import gemma_with_shared_keys
+from localinfer.models.decoder.dense_architectures import gemma_with_shared_keys, named_windows
 
 # BERT (arXiv 1810.04805): each branch is normed after it was added.
 _BERT = Architecture(
@@ -159,6 +159,11 @@ def _contrastive(config: ModelConfig) -> Architecture:
 ENCODERS: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "bert": _bert,
     "clip-text": _contrastive,
+    # ColPali and ColQwen2 (arXiv 2407.01449): PaliGemma's text model, all of whose prompt sees itself, and Qwen2-VL's.
+    "colpali": lambda config: Architecture(
+        causal=False, activation=Activation.GELU_TANH, embedding_scale=math.sqrt(config.hidden_size)
+    ),
+    "colqwen2": lambda config: Architecture(windows=named_windows(config)),
     "deberta-v2": _deberta,
     # EuroBERT (arXiv 2503.05500): Llama's blocks.
     "eurobert": Architecture(causal=False),

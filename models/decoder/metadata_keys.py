@@ -46,6 +46,7 @@ READ_KEYS = frozenset(
 
 _DELTA_NETS = tuple(name for name in BY_INTERVAL if name != "minimax-01")
 _MUP = ("granite", "granite_swa", "granitehybrid", "granitemoe", "hyperclovax", "minicpm")
+_LATE = ("colpali", "colqwen2")
 _GEMMA = ("gemma3n", "gemma4", "gemma-embedding2", *OF_ANOTHER_CACHE)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
@@ -79,6 +80,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "kda.safe_gate": KIMI_DELTA,
     "logit_scale": (*_MUP, "cohere2", "cohere2moe", "command-r", "grok", "muse-glimmer"),
     "num_loops": ("nanbeige",),
+    **dict.fromkeys("late_interaction picture_before picture_behind query_before query_behind".split(), _LATE),
     **dict.fromkeys(("pooled_token_id", "pools_end_token"), ("clip-text",)),
     **dict.fromkeys(("lowers_texts", "padded_length", "pads_left", "strips_punctuation"), ("siglip-text",)),
     "residual_scale": (*_MUP, "minimax-01"),

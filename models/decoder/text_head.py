@@ -29,9 +29,9 @@ def write_text_model(
     """Write a model that gives what `pooling` makes of each text of a batch.
 
     NONE gives the normed hidden states of the output rows, float32[rows, hidden_size]; FIRST and LAST the same of one
-    output row per text, through the matrices after pooling (`dense_2`, `dense_3`) if the model has them; MEAN so for
-    the mean of each output row's text, which the batch then holds as a whole; RANK scores, float32[rows, labels], of
-    what `classified` says. marks: as in `write_decoder`.
+    output row per text, through the matrices after pooling (`dense_2`, `dense_3`) if the model has them; LATE so for
+    all of the output rows; MEAN so for the mean of each output row's text, which the batch then holds as a whole; RANK
+    scores, float32[rows, labels], of what `classified` says. marks: as in `write_decoder`.
     Raises: as `write_decoder`; CorruptFileError for a reranker without a classifier.
     """
     graph, tables = begin_graph(config, weights, kv_layers, context_length)

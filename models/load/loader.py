@@ -612,6 +612,8 @@ def read_config(file: ModelFile, *, with_draft_layers: bool = False) -> ModelCon
 def capabilities(config: ModelConfig, metadata: Mapping[str, object]) -> tuple[str, ...]:
     """Tasks of a model: "completion", "chat", "embeddings", "rerank"."""
     is_reranker = read_pooling(metadata) is Pooling.RANK
+    if read_pooling(metadata) is Pooling.LATE:
+        return ("embeddings", "rerank")
     if config.is_encoder:
         return ("rerank",) if is_reranker else ("embeddings",)
     return ("completion", "chat", "rerank" if is_reranker else "embeddings")

@@ -198,8 +198,8 @@ def _further_kinds(config: ModelConfig, file: ModelFile) -> list[Pooling]:
     if config.is_encoder or "dense_2.weight" in file.tensors:
         # Other poolings take single rows, as NONE does, or as LAST does go through matrices as well.
         kinds = [Pooling.MEAN, Pooling.LAST, Pooling.NONE]
-    if read_pooling(file.metadata) is Pooling.RANK:
-        kinds.append(Pooling.RANK)
+    if (pooling := read_pooling(file.metadata)) in (Pooling.RANK, Pooling.LATE):
+        kinds.append(pooling)
     return kinds
 
 

@@ -606,9 +606,9 @@ _CLIP_SQUARE = _CLIP | {"size": {"shortest_edge": 224}, "crop_size": 224, "do_ce
 _SIGLIP_SQUARE = _HALF | {"size": 224}
 
 PICTURE_FAMILIES: dict[str, SeeingFamily] = {
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "colqwen2"), _QWEN
-    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    # What stands around its picture is in its prompt.
+    "colqwen2": replace(_QWEN, around=("", "")),
     **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _QWEN),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
     **dict.fromkeys(("mistral3", "pixtral"), _PIXTRAL),

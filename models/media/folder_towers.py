@@ -588,7 +588,7 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         epsilon="rms_norm_eps",
         has_blocks=False,
     ),
-    "qwen2_vl": _qwen("qwen2vl_merger", _QWEN2_CLASS, _qwen_fields),
+    **dict.fromkeys(("qwen2_vl", "colqwen2"), _qwen("qwen2vl_merger", _QWEN2_CLASS, _qwen_fields)),
     **dict.fromkeys(
         ("qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"), _qwen("qwen2.5vl_merger", _QWEN25_CLASS, _qwen25_fields)
     ),
@@ -688,8 +688,11 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     "cohere2_vision": TowerFamily(
         "gated", _siglip_names(_PROJECTOR_PARTS, GATED_PROJECTOR), _SIGLIP_CLASS, _merged_fields
     ),
-    "paligemma": TowerFamily(
-        "idefics3", _siglip_names(_PROJECTOR_PARTS, {"multi_modal_projector.linear": "mm.model.fc"}), _SIGLIP_CLASS
+    **dict.fromkeys(
+        ("paligemma", "colpali"),
+        TowerFamily(
+            "idefics3", _siglip_names(_PROJECTOR_PARTS, {"multi_modal_projector.linear": "mm.model.fc"}), _SIGLIP_CLASS
+        ),
     ),
     "kimi_k25": TowerFamily(
         "kimik25",

@@ -25,7 +25,7 @@ INTERNAL = {
     ("LLM", "logits(token_ids)"),
     *(("LLM", f"{name}(prompt)") for name in ("complete", "acomplete", "stream")),
     ("LLM", "prefill(return)"),
-    *(("LLM", place) for place in ("embed(prompt)", "embed_many(prompts)")),
+    *(("LLM", place) for place in ("embed(prompt)", "embed_many(prompts)", "rerank(documents)")),
     *(("LLM", f"embedding_inputs({place})") for place in ("prompts", "return")),
     ("LLM", "store_prompt(return)"),
     ("LLM", "handover_fingerprint(return)"),

@@ -23,7 +23,7 @@ from localinfer.storage.conversations import ConversationStore, SavedConversatio
 from tests.api.encoder_models import write_encoder
 from tests.apps.server.local_servers import ServedModel, serving
 from tests.models.talking_models import build_talking_model
-from tests.support.comparing_model import write_clip
+from tests.support.comparing_model import write_clip, write_colqwen
 from tests.support.documents import REPOSITORY, blocks, guides, parts_of
 from tests.support.limits import seconds
 from tests.support.seeing_model import picture_file, seeing_demo
@@ -49,6 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.move(seeing_demo(folder / "encoders"), folder / "seeing.gguf")
     shutil.move(folder / "encoders" / "mmproj-demo-f16.gguf", folder / "mmproj-seeing.gguf")
     write_clip(folder / "clip-vit-base-patch32")
+    write_colqwen(folder / "colqwen2-v1.0-hf")
     for name in ("page", "photo"):
         (folder / f"{name}.jpg").write_bytes(picture_file())
     shutil.copy(folder / "mmproj-seeing.gguf", folder / "mmproj-q8_0.gguf")

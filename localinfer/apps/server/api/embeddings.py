@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localinfer.apps.server.operation.observation import record_of
-from localinfer.apps.server.replies.embedding_fields import Parts, embedded, read_inputs
+from localinfer.apps.server.replies.embedding_fields import Parts, embedded, read_document, read_inputs, shown_document
 from localinfer.apps.server.replies.fields import Pieces, embedding_prompt, read_prompts
 from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
 from localinfer.apps.server.transport.bodies import unless_gone
@@ -95,10 +95,10 @@ def _encode(llm: "LLM", body: EmbeddingRequest, prompts: Sequence[Pieces | Parts
 def _embed(
     llm: "LLM", body: EmbeddingRequest, pooling: str | None, inputs: "Sequence[EmbeddingInput]"
 ) -> list[NDArray[np.float32]]:
-    """Their vectors. Raises: ApiError if there is one per token."""
+    """Their vectors; several of each where there is one per token. Raises: ApiError for these as base64."""
     vectors = llm.embed_many(inputs, pooling=pooling, dimensions=body.dimensions)
-    if any(vector.ndim > 1 for vector in vectors):
-        raise unsupported("there is a vector per token, which OpenAI's shape has no place for; ask /embedding")
+    if any(vector.ndim > 1 for vector in vectors) and body.encoding_format == "base64":
+        raise unsupported("there is a vector per token, which base64 has no shape for; send encoding_format float")
     return vectors
 
 
@@ -116,18 +116,13 @@ def _data(vectors: Sequence[NDArray[np.float32]], encoding: str) -> list[msgspec
 _MOST_DOCUMENTS = 1024
 
 
-class Document(msgspec.Struct, forbid_unknown_fields=True):
-    """A document as an object."""
-
-    text: str
-
-
-Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=_MOST_DOCUMENTS)]
+Documents = Annotated[list[Any], Meta(min_length=1, max_length=_MOST_DOCUMENTS)]
 
 
 class RerankRequest(msgspec.Struct):
-    """A query, and documents to rank by it. truncate: cut documents that do not fit the context.
+    """A query, and documents to rank by it: texts, `{"text": ...}`, or pictures as of EmbeddingRequest.
 
+    truncate: cut documents that do not fit the context.
     texts, return_text, raw_scores: in the shape of Text Embeddings Inference, whose answer is a list; raw_scores leaves
     scores as the classifier gives them.
     """
@@ -174,13 +169,18 @@ async def rerank(request: Request) -> Response:
     documents = body.documents if body.texts is None else body.texts
     if documents is None or (body.documents is not None and body.texts is not None):
         raise ApiError(400, "documents and texts are two names of one member; give one of them", param="documents")
-    texts = [one.text if isinstance(one, Document) else one for one in documents]
+    name = "documents" if body.texts is None else "texts"
+    texts = [read_document(one, f"{name}[{index}]") for index, one in enumerate(documents)]
     model_id, ranked = await _ranked(request, body, texts)
     count = sum(one.num_tokens for one in ranked)
     if body.texts is not None:
         return json_response(
             [
-                {"index": one.index, "score": one.score, **({"text": texts[one.index]} if body.return_text else {})}
+                {
+                    "index": one.index,
+                    "score": one.score,
+                    **(shown_document(documents[one.index]) if body.return_text else {}),
+                }
                 for one in ranked[: body.top_n]
             ]
         )
@@ -188,14 +188,14 @@ async def rerank(request: Request) -> Response:
     for one in ranked[: body.top_n]:
         result: dict[str, Any] = {"index": one.index, "relevance_score": one.score}
         if body.return_documents:
-            result["document"] = {"text": texts[one.index]}
+            result["document"] = shown_document(documents[one.index])
         results.append(result)
     usage = {"prompt_tokens": count, "total_tokens": count}
     return json_response({"object": "list", "model": model_id, "results": results, "usage": usage})
 
 
 async def _ranked(
-    request: Request, body: RerankRequest, texts: Sequence[str]
+    request: Request, body: RerankRequest, texts: Sequence[str | Parts]
 ) -> tuple[str, Sequence["RankedDocument"]]:
     """The name of the model that compared the texts with the query, and what it found, best first."""
     began = time.perf_counter()

@@ -33,12 +33,29 @@ def read_inputs(value: Any, field: str, *, at_most: int) -> list[Pieces | Parts]
     return found
 
 
+def read_document(value: Any, path: str) -> str | Parts:
+    """Read a document that is to be ranked: its text, or its parts where some is a picture. Raises: ApiError."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and set(value) == {"text"} and isinstance(value["text"], str):
+        return str(value["text"])
+    if not _has_parts(value):
+        raise ApiError(400, f"{path} is neither a text nor a picture; give a text, or parts of a message", param=path)
+    parts = _parts(value, path)
+    return parts if _is_media(parts) else "".join(map(str, parts))
+
+
+def shown_document(value: Any) -> dict[str, Any]:
+    """A document as an answer repeats it."""
+    return {"text": value} if isinstance(value, str) else value if isinstance(value, dict) else {"content": value}
+
+
 def embedded(llm: "LLM", prompts: Sequence[Pieces | Parts]) -> list[Any]:
     """Prompts as `LLM.embedding_inputs` takes them."""
     return [one if _is_media(one) else embedding_prompt(llm.tokenizer, one) for one in prompts]  # type: ignore[arg-type]
 
 
-def _is_media(prompt: Pieces | Parts) -> bool:
+def _is_media(prompt: Sequence[int | str | MediaSource]) -> bool:
     return any(isinstance(piece, MediaSource) for piece in prompt)
 
 
