@@ -2,8 +2,9 @@
 
 Every product of a tile is compiled for a processor, and llvm-mca (LLVM 19 or later, in PATH) says how many cycles its
 loops take with all data in the first-level cache. Printed per layout and rows of activations: instructions and cycles
-per unit, bytes of weights per instruction, gigabytes of weights per second, multiply-adds per cycle, and how often a
-loop reads and writes registers that it had no room for (spills). Memory, branches and prefetches are not modelled.
+per unit, bytes of weights per instruction, gigabytes of weights per second, multiply-adds per cycle, and how often
+innermost loops read and write registers that they had no room for (spills). Memory, branches and prefetches are not
+modelled.
 """
 
 import argparse
@@ -130,7 +131,21 @@ class Figures:
     instructions: float = 0
     cycles: float = 0
     spills: int = 0
-    """Reads and writes of the stack in the loops."""
+    """Reads and writes of the stack in the innermost loops."""
+
+
+def spills(listing: str) -> int:
+    """Reads and writes of the stack in a function's innermost loops, by registers that LLVM had no room for."""
+    lines = listing.splitlines()
+
+    def in_loops(found: Sequence[Loop]) -> int:
+        return sum(in_loops(loop.inner) if loop.inner else _stack_uses(_own(lines, loop)) for loop in found)
+
+    return in_loops(loops(lines))
+
+
+def _stack_uses(instructions: Sequence[str]) -> int:
+    return sum(bool(re.search(r"\[sp\b", line)) for line in instructions)
 
 
 def figures(program: str, listing: str, layout: Layout, processor: Processor) -> Figures:
@@ -140,13 +155,12 @@ def figures(program: str, listing: str, layout: Layout, processor: Processor) ->
     if is_float(layout):
         # The second loop has the columns that are left.
         found = found[:1]
-    total = Figures()
+    total = Figures(spills=spills(listing))
 
     def add(loop: Loop, turns: int) -> None:
         own = _own(lines, loop)
         total.instructions += turns * len(own)
         total.cycles += turns * cycles(program, own, processor)
-        total.spills += sum(bool(re.search(r"\[sp\b", line)) for line in own)
         for inner in loop.inner:
             add(inner, turns * _INNER_LOOPS[layout.name])
 

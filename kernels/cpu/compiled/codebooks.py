@@ -83,16 +83,28 @@ def _e2m1_starts(tile: Tile, records: list[Any], field: int) -> list[Value]:
     return [tile.minus_12_sum(record, field) for record in records]
 
 
-def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
-    """One block of MXFP4, whose scale byte e stands for 2 ** (e - 128) of doubled E2M1."""
+def _power_of_two(tile: Tile, header: Value) -> Value:
+    """2 ** (e - 128) of the rows' bytes e."""
     emit, b = tile.emit, tile.emit.builder
-    header, codes = tile.parts(block)
+    if emit.is_neon:
+        doubled = emit.bitcast(emit.bytes_to_exponents(tile.some_bytes(header, 0), tile.count), tile.vector(F32))
+        half = emit.bitcast(emit.mul(doubled, tile.constant(F32, 0.5)), tile.vector(I32))
+        # Of e = 0 the product is 0, and of others larger than 2 ** -128.
+        least = tile.constant(I32, 1 << 21)
+        return emit.bitcast(emit.call(f"llvm.umax.v{tile.count}i32", half.type, [half, least]), tile.vector(F32))
     exponent = b.zext(tile.values(header, I8), tile.vector(I32))
     normal = b.shl(b.sub(exponent, tile.constant(I32, 1)), tile.constant(I32, 23))
     # Float32 has 2 ** -128 and 2 ** -127 as subnormal numbers only.
     subnormal = b.shl(tile.constant(I32, 1 << 21), exponent)
     is_subnormal = b.icmp_unsigned("<", exponent, tile.constant(I32, 2))
-    scale = emit.bitcast(b.select(is_subnormal, subnormal, normal), tile.vector(F32))
+    return emit.bitcast(b.select(is_subnormal, subnormal, normal), tile.vector(F32))
+
+
+def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
+    """One block of MXFP4, whose scale byte e stands for 2 ** (e - 128) of doubled E2M1."""
+    emit, b = tile.emit, tile.emit.builder
+    header, codes = tile.parts(block)
+    scale = _power_of_two(tile, header)
     column = b.mul(block, emit.i64(32))
     records = tile.records(block)
     dots = _e2m1_starts(tile, records, MINUS_8_SUM)

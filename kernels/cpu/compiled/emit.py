@@ -371,6 +371,14 @@ class Emitter:
         words = self.builder.shuffle_vector(pairs, upper, self.constants(I32, places))
         return self.sub(self.bitcast(words, vector(F32, count)), self.splat_constant(F32, 2.0**23, count))
 
+    def bytes_to_exponents(self, codes: Value, count: int) -> Value:
+        """The first `count` of unsigned bytes as the exponents of float32, 2 ** (e - 127) or 0; only with NEON."""
+        size = codes.type.count
+        places = [place for lane in range(count) for place in (size + lane, lane)]
+        halves = self.builder.shuffle_vector(codes, self.splat_constant(I8, 0, size), self.constants(I32, places))
+        words = self.builder.zext(self.bitcast(halves, vector(I16, count)), vector(I32, count))
+        return self.builder.shl(words, self.splat_constant(I32, 15, count))
+
     def shifted(self, codes: Value, distances: Value) -> Value:
         """Bytes, each shifted left by its distance, or right where that is negative; only with NEON."""
         starts = range(0, codes.type.count, 16)

@@ -217,12 +217,12 @@ def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
     return [found[count * index : count * (index + 1)] for index in range(len(tiles))]
 
 
-_MANY_SUMS = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
+_BY_HALVES = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 """Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
-
-
-_MANY_SUMS_OF_PAIRS = (Layout.Q4_K, Layout.IQ4_XS)
-"""Those of which they do not hold what a pair of activation rows needs, of products of pairs."""
+_PAIR_BY_HALVES = (Layout.Q4_K, Layout.IQ4_XS)
+"""Those of which they do not hold what a pair of activation rows needs."""
+_BY_QUARTERS = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K)
+"""Those of which they do not hold what four activation rows need of eight rows of weights."""
 
 
 def _passes(
@@ -230,24 +230,27 @@ def _passes(
 ) -> list[list[Tile]]:
     """Parts of a tile that are multiplied in one pass: all of it; with NEON halves or quarters, alone or by turns.
 
-    The loads of grids are of sixteen rows.
+    What comes from memory is read once, what is used again comes from the first-level cache.
     """
+    num_rows, parts = len(rows), list[Tile]()
     if isa.pairs_rows() and layout in PAIRED_LAYOUTS:
-        count = min(LANES, 2 * LANES // len(rows))
-        if layout in _MANY_SUMS or (layout in _MANY_SUMS_OF_PAIRS and len(rows) == 2):
+        is_read_once = num_rows == 1 or (num_rows == 2 and layout in _PAIR_BY_HALVES)
+        count = min(LANES, 2 * LANES // num_rows)
+        if layout in _BY_HALVES or (num_rows == 2 and layout in _PAIR_BY_HALVES):
             count = min(count, LANES // 2)
-        parts: list[Tile] = [
-            PairTile(emit, layout, tile, columns, rows, first, count, gathers=gathers)
-            for first in range(0, LANES, count)
-        ]
-        together = len(rows) == 1 or (layout in _MANY_SUMS_OF_PAIRS and len(rows) == 2)
-        return [parts] if together else [[part] for part in parts]
-    if not emit.is_neon or _BODIES.get(layout) is grid_body or (len(rows) == 1 and layout not in _MANY_SUMS):
-        return [[Tile(emit, layout, tile, columns, rows)]]
-    half = LANES // 2
-    halves = [Tile(emit, layout, tile, columns, rows, first, half) for first in (0, half)]
-    # What comes from memory is read once, what is used again comes from the first-level cache.
-    return [halves] if len(rows) == 1 else [[half] for half in halves]
+        if num_rows == 4 and layout in _BY_QUARTERS:
+            count = LANES // 4
+        for first in range(0, LANES, count):
+            parts.append(PairTile(emit, layout, tile, columns, rows, first, count, gathers=gathers))
+    else:
+        is_read_once, count = num_rows == 1, LANES
+        # The loads of grids are of sixteen rows.
+        if emit.is_neon and _BODIES.get(layout) is not grid_body and (num_rows > 1 or layout in _BY_HALVES):
+            is_quarter = num_rows == 4 and layout in (*_BY_QUARTERS, Layout.IQ4_XS)
+            count = LANES // 4 if is_quarter else LANES // 2
+        for first in range(0, LANES, count):
+            parts.append(Tile(emit, layout, tile, columns, rows, first, count))
+    return [parts] if is_read_once else [[part] for part in parts]
 
 
 @emitted(VOID, LITERAL, LITERAL, LITERAL, *[types.int64] * 4, FLOAT, types.int64, types.int64)

@@ -85,6 +85,8 @@ class Tile:
         shared = SHARED_PAIRED_LAYOUTS if self.has_pairs else SHARED_LAYOUTS
         self.shares_bytes = isa.shares_bytes() and layout in shared
         """A byte has codes of two rows of weights, the upper of which is signed: see `nibbles`."""
+        self.multiplies_both = self.shares_bytes and (count > 4 or self.has_pairs)
+        """Both rows are of this tile, which multiplies with such bytes as they are."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0
@@ -141,9 +143,12 @@ class Tile:
 
     def load_codes(self, address: Value, vector_number: int, step: int = 64, start: int = 0) -> Value:
         """Four bytes of every row: a vector of those that are `step` bytes apart from `start` on."""
-        offset = start + step * vector_number + 4 * self.first
-        align = 16 if self.layout is Layout.MXFP4 else 32
-        return self.emit.load(address, vector(I8, 4 * self.count), offset, align)
+        first, count = self.first, self.count
+        if self.shares_bytes and not self.multiplies_both:
+            first, count = first // 8 * 8, 8
+        offset = start + step * vector_number + 4 * first
+        align = min(16 if self.layout is Layout.MXFP4 else 32, 4 * count)
+        return self.emit.load(address, vector(I8, 4 * count), offset, align)
 
     def load_bits(self, address: Value, offset: int) -> Value:
         """A vector whose bytes have bits of several vectors of codes, for `column_bits`."""
@@ -158,13 +163,21 @@ class Tile:
 
         Where rows share bytes, of the first of two registers there are lower nibbles, and of the second the same bytes
         as they are, 16 * (code of the second row) + code of the first one: a shift less, and `number` takes off what
-        is too much.
+        is too much. A tile of one register's rows has the upper nibbles less 8.
         """
         if not self.shares_bytes:
             return self.low(loaded), self.high(loaded)
         registers = [self.emit.lanes(loaded, start, 16) for start in range(0, loaded.type.count, 16)]
+        if not self.multiplies_both:
+            low, high = (self._of_one_row(register) for register in registers)
+            return low, high
         low, high = (self._shared(registers[half::2], vector_number) for half in range(2))
         return low, high
+
+    def _of_one_row(self, shared: Value) -> Value:
+        if self.first % 8 == 0:
+            return self.low(shared)
+        return self.emit.builder.ashr(shared, self.emit.splat_constant(I8, 4, 16))
 
     def _shared(self, registers: list[Value], vector_number: int) -> Value:
         return self.emit.join([codes for shared in registers for codes in (self.low(shared), shared)])
@@ -240,9 +253,12 @@ class Tile:
         return [self._shared_start(record) for record in records]
 
     def _shared_start(self, record: Any) -> Value:
-        """The start of a dot product: of second rows at 16 * 8 * sum(x), since their codes are less 8."""
+        """The start of a dot product: of second rows at 8 * sum(x), since their codes are less 8, or 16 times that."""
         b, base = self.emit.builder, I32(WHOLE if self._counts_in_floats else 0)
         word = self.emit.load(record, I32, places_of(MINUS_8_SUM)[0], align=4)
+        if not self.multiplies_both:
+            start = b.sub(base, word) if self.first % 8 else base
+            return self._by_turns(start, start, record)
         return self._by_turns(base, b.sub(base, b.shl(word, I32(4))), record)
 
     def _by_turns(self, first: Value, second: Value, block: Value) -> Value:
@@ -404,7 +420,7 @@ class Tile:
 
     def number(self, dot: Value) -> Value:
         """A dot product that began as `started` does, as float32."""
-        if self.shares_bytes:
+        if self.multiplies_both:
             return self._shared_number(dot)
         emit, count = self.emit, dot.type.count
         if not self._counts_in_floats:

@@ -20,6 +20,7 @@ from localinfer.kernels.jit.host import host_features
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.jit.numba import optimised
 from localinfer.kernels.layouts import CUDA_LAYOUTS, SHARED_LAYOUTS, Layout
+from tests.bench.bench_assembly import COMMON
 from tests.kernels.cpu import run_pieces
 from tests.kernels.cpu.run_pieces import Piece, Tiles
 
@@ -65,13 +66,15 @@ _EACH_BODY = (
     *(Layout.Q3_K, Layout.IQ3_S, Layout.Q1_0),
 )
 _PAIRS = (*_EACH_BODY, Layout.Q5_0, Layout.INT8_32)
+_COMMON = (Layout.Q4_0, Layout.Q4_K, Layout.IQ4_XS)
+"""Those of `bench_assembly.COMMON` that these lack."""
 _SPELLED = (Layout.F16, Layout.Q8_0, Layout.Q6_K, Layout.IQ3_S)
 _SOME_LAYOUTS = {
     "avx512vbmi": _GRIDS,
     "avxvnni": _PAIRS,
     "generic": _PAIRS,
-    "neon": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
-    "i8mm": _PAIRS,
+    "neon": (*_PAIRS, *_COMMON),
+    "i8mm": (*_PAIRS, *_COMMON),
     "pairs": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
     "shared bytes": SHARED_LAYOUTS,
     "windows on arm": _SPELLED,
@@ -117,13 +120,21 @@ def runs_here(target_name: str) -> bool:
     return triple == llvm.get_process_triple() and has >= {name[1:] for name in features.split(",") if name}
 
 
+def _is_optimised(target_name: str, name: str) -> bool:
+    """True if a piece is optimised as kernels are, and has their registers.
+
+    As they are emitted, LLVM's code generator takes minutes for products of pairs.
+    """
+    return TARGETS[target_name][0] is ISA.NEON_I8MM or (target_name == "neon" and name in COMMON)
+
+
 def _piece(target_name: str, name: str) -> tuple[Any, list[Any], int]:
     """The intrinsic, the types of its arguments, and the rows of a tile."""
     if name not in Layout.__members__:
         return *PIECES[name], 0
     num_rows = 4 if target_name == LONG_TILE and Layout[name] in CUDA_LAYOUTS else 1
-    if TARGETS[target_name][0] is ISA.NEON_I8MM:
-        num_rows = 2
+    if _is_optimised(target_name, name):
+        num_rows = 4 if name in COMMON else 2
     return *tile(Layout[name], num_rows), num_rows
 
 
@@ -131,8 +142,7 @@ def assembly(target_name: str, name: str) -> str:
     """Assembly of one intrinsic as a function `piece` of its own."""
     intrinsic, argument_types, _ = _piece(target_name, name)
     machine, module = made(TARGETS[target_name], intrinsic, argument_types)
-    if isa.pairs_rows():
-        # As they are emitted, LLVM's code generator takes minutes for products of pairs.
+    if _is_optimised(target_name, name):
         module = optimised(module, machine)
     return str(machine.emit_assembly(module))
 

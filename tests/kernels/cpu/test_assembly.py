@@ -9,6 +9,7 @@ import pytest
 
 from localinfer.kernels.cpu.compiled import matmul
 from localinfer.kernels.layouts import PAIRED_LAYOUTS, SHARED_PAIRED_LAYOUTS, Layout, is_float
+from tests.bench.bench_assembly import COMMON, spills
 from tests.kernels.cpu.emit_assembly import TARGETS, pieces_of, runs_here
 from tests.kernels.cpu.stored_digests import stored
 from tests.kernels.subprocesses import REPOSITORY, environment
@@ -68,6 +69,13 @@ def test_products_of_pairs_multiply_matrices_and_nothing_else(listings: Listings
             else:
                 wanted = set() if is_float(Layout[name]) else {"sdot"}
             assert instructions == wanted, name
+
+
+@pytest.mark.parametrize("target", ["neon", "i8mm"])
+def test_no_product_of_a_common_layout_spills_in_its_innermost_loop(listings: Listings, target: str) -> None:
+    """By four rows of activations, the most of dot products."""
+    found = {name: spills(listings[target, name]) for name in COMMON}
+    assert found == dict.fromkeys(COMMON, 0)
 
 
 @pytest.mark.parametrize("target", DOT_PRODUCTS)
