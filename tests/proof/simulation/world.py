@@ -24,7 +24,7 @@ from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
 from localinfer.errors import OutOfMemoryError
 from localinfer.generation.beam_search import search_beams
-from localinfer.generation.pooling import TextPooler
+from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.models.decoder.block_config import Pooling
 from tests.proof.simulation.callers import Caller, Scores, draw_wish
 from tests.proof.simulation.checks import Accounts, check_contents, check_salts, poison, require
@@ -374,7 +374,7 @@ class World:
         texts = [np.append(text[text >= 0], np.int32(5)) for text in texts]
         pooling = chooser.choice((Pooling.MEAN, Pooling.LAST))
         try:
-            vectors = self.pooler.pool(texts, pooling)
+            vectors = self.pooler.pool([PooledText(text) for text in texts], pooling)
         except (OutOfMemoryError, SimulatedError):
             return
         for text, vector in zip(texts, vectors, strict=True):
