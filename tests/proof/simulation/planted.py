@@ -396,8 +396,8 @@ PLANTED = (
     Planted(
         "picture-of-as-many-rows",
         _MEDIA,
-        "        key = run.ids.tobytes()\n",
-        "        key = bytes(run.ids.size)\n",
+        "        key = salt, run.ids.tobytes()\n",
+        "        key = salt, bytes(run.ids.size)\n",
         "a picture has the embeddings of another of its size",
     ),
     Planted(
