@@ -20,6 +20,9 @@ SHARED = REPOSITORY.parent / "shared"
 threadpool_limits(1, user_api="blas")
 """The matrices of the oracles are small: a second thread would only spin, beside the other processes of a run."""
 
+os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
+"""Numba colours errors that it never shows, wherever colorama is: a fiftieth of the time that kernels take."""
+
 gc.disable()
 """A collection of 17,000 tests makes nothing that is garbage: a quarter of its time was spent in looking."""
 
@@ -107,6 +110,14 @@ def kernels_are_compiled_here() -> Iterator[None]:
     """Tests need a few new kernels at a time, which take no longer than a child process that imports Numba for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("localinfer.kernels.jit.compile_ahead.can_start_children", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def other_threads_need_not_be_waited_for() -> Iterator[None]:
+    """Long work lets others have the interpreter without a pause, which takes milliseconds where all cores are busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localinfer.system.pieces._PAUSE_SECONDS", 0.0)
         yield
 
 

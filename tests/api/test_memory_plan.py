@@ -25,7 +25,7 @@ from localinfer.system import machine_limits
 from localinfer.system.machine_limits import MemoryLimits
 from tests.api.packed_bytes import packed_bytes
 from tests.kernels.subprocesses import environment
-from tests.models.arch_models import architectures, build_model, build_text_model, skeletons, text_models
+from tests.models.arch_models import build_model, build_text_model, one_of_each, text_models
 from tests.models.small_models import write_small_llama
 from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
 from tests.support.limits import seconds
@@ -41,11 +41,7 @@ def weight_bytes(model: Model) -> int:
     return packed_bytes(model.weights)
 
 
-ONE_OF_EACH = {skeletons()[name]["arch"]: name for name in [*architectures(), *text_models()]}
-"""Of each architecture the last model, which has experts or grouped heads where any has."""
-
-
-@pytest.mark.parametrize(("index", "name"), list(enumerate(ONE_OF_EACH.values())), ids=list(ONE_OF_EACH))
+@pytest.mark.parametrize(("index", "name"), list(enumerate([*one_of_each(), *text_models()])))
 def test_plan_is_what_the_loaded_model_has(index: int, name: str, tmp_path: Path) -> None:
     """Every other one keeps bytes in a shorter context."""
     path = (build_text_model if name in text_models() else build_model)(tmp_path, name).path

@@ -88,6 +88,12 @@ def architectures() -> list[str]:
 
 
 @cache
+def one_of_each() -> list[str]:
+    """Names of decoders, of each architecture the last: one with experts or grouped heads where there is any."""
+    return list({skeletons()[name]["arch"]: name for name in architectures()}.values())
+
+
+@cache
 def skeletons() -> dict[str, dict[str, Any]]:
     """By a model's name its architecture ("arch"), metadata ("kv") and the names and shapes of its "tensors".
 

@@ -44,11 +44,11 @@ def test_a_product_and_an_attention_are_right(order: int) -> None:
 def test_what_the_last_block_makes_is_the_sources(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that are merged, and their codes; a row that its attention stores; codes of a gated product."""
     random = np.random.default_rng(2)
-    layout = KVLayout("q8_0", [KVLayerShape(1, 32, 64)])
-    shape = AttentionShape(3, 1, 32, 64, 0.2)
+    layout = KVLayout("q8_0", [KVLayerShape(1, 128, 128)])
+    shape = AttentionShape(3, 1, 128, 128, 0.2)
     page = random.integers(0, 256, layout.page_bytes, np.uint8)
     page.view(np.uint16)[:] = page.view(np.uint16) & 0x83FF | 0x3000
-    queries, keys, values = (random.standard_normal(width).astype(np.float32) for width in (96, 32, 64))
+    queries, keys, values = (random.standard_normal(width).astype(np.float32) for width in (384, 128, 128))
     inputs = random.standard_normal(64).astype(np.float32)
     weights = [random_weights(Layout.Q4_0, (64, 64), seed) for seed in (1, 2)]
 
@@ -63,18 +63,18 @@ def test_what_the_last_block_makes_is_the_sources(order: int, monkeypatch: pytes
         pages = [put(page) for _ in range(9)]
         table = put(np.array(pages, np.int64))
         run = Shape(1, 1, 4, 0, put(np.array([270])), put(np.array([table], np.int64)), 0)
-        rope = HeadRotation(0, 0, 0, 32, 0)
-        fresh = FreshRows(0, (put(keys), 128), (put(values), 256), rope)
-        out, into = (device.allocate(768), 768), quantized_place(memory, "out", 192, 1)
-        attention = AttentionLaunches(memory, layout, 0, shape, (put(queries), 384), out, 0, 0, rope, fresh)
+        rope = HeadRotation(0, 0, 0, 128, 0)
+        fresh = FreshRows(0, (put(keys), 512), (put(values), 512), rope)
+        out, into = (device.allocate(1536), 1536), quantized_place(memory, "out", 384, 1)
+        attention = AttentionLaunches(memory, layout, 0, shape, (put(queries), 1536), out, 0, 0, rope, fresh)
         device.run(list(attention.steps(run, into)))
         given, joined = quantized_place(memory, "inputs", 64, 1), quantized_place(memory, "gated", 64, 1)
         joined = replace(joined, counters=memory.counters(2))
         device.run([quantize_launch(put(inputs), 256, given, 64, 1)])
-        both = [Slot(upload(device, Layout.Q4_0, data, 1, 64, 64), out[0], 768) for data in weights]
+        both = [Slot(upload(device, Layout.Q4_0, data, 1, 64, 64), out[0], 1536) for data in weights]
         attended = device.memory.view(*out).copy()
         device.run(list(scalar_gemm((0, 0), given, both, 1, 0, joined)))
-        sizes = [(pages[8], page.size), (into.codes, 192), (into.records, 48), (joined.codes, 64), (joined.records, 16)]
+        sizes = [(pages[8], page.size), (into.codes, 384), (into.records, 96), (joined.codes, 64), (joined.records, 16)]
         return [attended, *(device.memory.view(place, size).copy() for place, size in sizes)]
 
     found = last_blocks()

@@ -34,7 +34,7 @@ BYTE_TILES = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 shfl.sync.idx ld.g
 HALF_BYTE_TILES = "mma.sync.aligned.m16n8k16.row.col.s32"
 HALF_TILES = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 cvt.rn.f16x2.f32 bar.sync"
 
-# Kernel, constants, registers it may take on sm_90, instructions it must have.
+# Kernel, constants, registers it may take on sm_90, instructions it must have. `test_cuda_on_ptx.py` runs some of them.
 KERNELS = [
     (
         "matmul.matmul",
@@ -86,7 +86,13 @@ KERNELS = [
     ("kv_store.store_rows", (2, 2), 48, "cvt.rn.f16.f32"),
     ("kv_store.store_codes", (1, 0, 128, 128), 40, "shfl.sync.bfly bar.sync st.global.u8"),
     ("rotation.rotate_heads", (128,), 40, "bar.sync"),
-    ("attention.attend_chunks", (1, 1, 4, 128, 128, 0, 0), 128, "dp4a.s32.s32 prefetch.global.L2 bar.sync"),
+    ("attention.attend_chunks", (2, 2, 2, 32, 32, 0, 0, 0), 128, "cvt.f32.f16 shfl.sync.bfly bar.sync"),
+    (
+        "attention.attend_chunks",
+        (1, 1, 4, 128, 128, 1, 1, 0),
+        128,
+        "dp4a.s32.s32 prefetch.global.L2 bar.sync atom.acq_rel.gpu.global.add.u32 st.global.u8",
+    ),
     (
         "attention.attend_chunks",
         (2, 2, 4, 128, 128, 1, 1),
@@ -102,7 +108,7 @@ KERNELS = [
         "dp4a.s32.s32 ld.global.v4.u32 st.global.u8 st.global.u16 shfl.sync.idx",
     ),
     ("attention_tiles.attend_tiles", (0, 0, 128, 128, 4), 168, HALF_TILES),
-    ("attention_tiles.attend_tiles", (2, 2, 128, 128, 4), 168, HALF_TILES),
+    ("attention_tiles.attend_tiles", (2, 2, 32, 32, 4, 0), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (2, 2, 64, 64, 4, 1), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (2, 2, 64, 64, 4, 2), 168, HALF_TILES),
     ("attention_tiles.attend_tiles", (1, 1, 256, 64, 2), 168, HALF_TILES),

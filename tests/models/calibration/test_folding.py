@@ -10,12 +10,12 @@ from localinfer.errors import ShapeError
 from localinfer.models.calibration.scale_groups import fold_scales
 from localinfer.quant.gguf.reader import read_gguf
 from tests.kernels.cpu.device import CpuDevice
-from tests.models.arch_models import architectures, build_model, read_config, run_logits
+from tests.models.arch_models import build_model, one_of_each, read_config, run_logits
 from tests.models.calibration.folded_models import folded_weights, groups_of, write_folded
 from tests.models.numpy_device import NumpyDevice
 
 
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", one_of_each())
 def test_folding_any_scales_leaves_the_logits(name: str, folder: Path) -> None:
     model = build_model(folder, name)
     config = read_config(model.path)

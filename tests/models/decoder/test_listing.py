@@ -14,7 +14,7 @@ from localinfer.models.decoder.decoder import write_decoder
 from localinfer.models.decoder.listing import list_program, program_lines
 from localinfer.models.decoder.sparse_attention import index_layers
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
-from tests.models.arch_models import architectures, build_model
+from tests.models.arch_models import architectures, build_model, one_of_each
 
 
 def config_of(file: GGUFFile) -> ModelConfig:
@@ -56,7 +56,7 @@ def test_every_matrix_of_a_model_is_listed_and_every_layer(name: str, folder: Pa
     assert listed and len({line for line in lines if line.startswith("layer")}) == len(listed)
 
 
-@pytest.mark.parametrize("name", architectures())
+@pytest.mark.parametrize("name", one_of_each())
 def test_graphs_of_one_file_are_equal_and_differ_by_any_op(name: str, folder: Path) -> None:
     with read_gguf(build_model(folder, name).path) as file:
         graph = graph_of(file)
