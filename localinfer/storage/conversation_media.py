@@ -95,8 +95,8 @@ class ConversationMedia:
         return sizes
 
     def unpacked(self, id: str, turns: Turns) -> tuple[list[dict[str, Any]], list[str]]:
-        """Turns of a conversation with the bytes of its pictures and sounds; also what is wrong with files of some,
-        in whose place is a text."""
+        """Turns of a conversation with the bytes of its pictures and sounds; also which of them are gone or damaged, in
+        whose place is a text. Raises: OSError for a file that is there and cannot be read."""
         problems: list[str] = []
 
         def unpack(part: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,8 +105,8 @@ class ConversationMedia:
             named = " ".join(filter(None, (part["type"], part.get("name"))))
             try:
                 data = self._records.read(f"{id}-{part['sha256']}")
-            except OSError as error:
-                problems.append(f"its {named} cannot be read ({error.strerror or error})")
+            except FileNotFoundError:
+                problems.append(f"its {named} is gone")
                 return {"type": "text", "text": f"[{named}]"}
             if hashlib.sha256(data).hexdigest() != part["sha256"]:
                 problems.append(f"its {named} is damaged")

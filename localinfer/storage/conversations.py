@@ -336,18 +336,32 @@ class ConversationStore:
         return self._moved.get(conversation.id, conversation.id)
 
     def load(self, name_or_id: str) -> SavedConversation:
-        """Read one conversation; what of its pictures and sounds cannot be read is named in a warning.
+        """Read one conversation; what of its pictures and sounds is gone or damaged is named in a warning.
 
         Raises: RequestError if there is none of this name, SessionFileError if its file cannot be read.
         """
         path = self._path(self._find(name_or_id))
         conversation, _ = self._read(path)
+        turns, problems = self._unpacked(path, conversation)
+        while problems and (latest := self._read(path)[0]).changed != conversation.changed:
+            # Another program has saved it since it was read, with other pictures.
+            conversation = latest
+            turns, problems = self._unpacked(path, conversation)
         self._seen[conversation.id] = _Seen((_state(conversation),), conversation.name, conversation.name)
         self._moved.pop(conversation.id, None)
-        turns, problems = self._media.unpacked(conversation.id, conversation.turns)
         if problems:
             logger.warning("%s: %s; its name stands in its place", path, ", ".join(problems))
         return replace(conversation, turns=turns)
+
+    def _unpacked(self, path: Path, conversation: SavedConversation) -> tuple[Sequence[Mapping[str, Any]], _Texts]:
+        """Turns with the bytes of their pictures, and what is wrong with some. Raises: SessionFileError."""
+        try:
+            return self._media.unpacked(conversation.id, conversation.turns)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SessionFileError(
+                f"{path}: its pictures cannot be read: {reason}; they are kept as they are: try again"
+            ) from error
 
     def find(self, name_or_id: str) -> SavedConversation | None:
         """Read one conversation; None if there is none of this name. Raises: as `load`."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from localinfer.errors import RequestError, SessionFileError
-from localinfer.storage import conversations, records
+from localinfer.storage import conversation_media, conversations, records
 from localinfer.storage.conversations import ConversationStore, SavedConversation, open_store
 from localinfer.system import disk
 from tests.kernels.subprocesses import run, start
@@ -544,18 +544,53 @@ def test_a_picture_that_is_gone_or_damaged_is_named_and_the_conversation_continu
 ) -> None:
     conversation = SavedConversation.begin("demo", name="lost").with_turns(seen(0, 1, 2), system=None)
     store.save(conversation)
-    first, second = [file for file in media_files(store) if file.read_bytes() != PICTURES[2]]
+    first, second = (file for data in PICTURES[:2] for file in media_files(store) if file.read_bytes() == data)
     first.unlink()
     second.write_bytes(b"something else")
     loaded = ConversationStore(store.folder).load("lost")
     content = loaded.turns[0]["content"]
     assert [one.get("text") for one in content] == ["[image 0.png]", "[image 1.png]", None, "What?"]
     assert content[2] == part(2, name="2.png")
-    assert "its image 0.png " in caplog.text and "its image 1.png " in caplog.text
+    assert "its image 0.png is gone" in caplog.text and "its image 1.png is damaged" in caplog.text
     assert caplog.text.count("stands in its place") == 1
     fresh = ConversationStore(store.folder)
     fresh.save(fresh.load("lost").with_turns([*loaded.turns, *exchange("More?")], system=None))
     assert len(ConversationStore(store.folder).load("lost").turns) == 4
+
+
+def test_a_picture_that_cannot_be_read_now_is_not_lost(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = SavedConversation.begin("demo", name="kept").with_turns(seen(0), system=None)
+    store.save(conversation)
+    fresh, real = ConversationStore(store.folder), records.RecordStore.read
+
+    def fail(self: records.RecordStore, name: str) -> bytes:
+        if not name.endswith(".json"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.RecordStore, "read", fail)
+        with pytest.raises(SessionFileError, match=r"pictures cannot be read: Input/output error; they are kept"):
+            fresh.load("kept")
+    assert fresh.load("kept") == conversation
+
+
+def test_a_picture_of_a_conversation_saved_meanwhile_is_that_of_the_later_one(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = SavedConversation.begin("demo", name="edited").with_turns(seen(0), system=None)
+    store.save(first)
+    fresh, real = ConversationStore(store.folder), conversation_media.ConversationMedia.unpacked
+
+    def save_before(self: Any, id: str, turns: Any) -> Any:
+        monkeypatch.setattr(conversation_media.ConversationMedia, "unpacked", real)
+        store.save(first.with_turns(seen(1), system=None))
+        return real(self, id, turns)
+
+    monkeypatch.setattr(conversation_media.ConversationMedia, "unpacked", save_before)
+    assert fresh.load("edited").turns == seen(1) and not caplog.records
 
 
 def test_files_of_no_conversation_are_deleted_and_others_left(

@@ -1,15 +1,20 @@
 """Saved conversations of several processes, and what must be there of them."""
 
+import base64
+import hashlib
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from localinfer.errors import RequestError, SessionFileError
+from localinfer.storage.conversation_media import is_reference
 from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.proof.simulation.disk import Disk
 from tests.proof.simulation.disk_part import Member, Part, Setting, demand
 
 _NAMES = ("one", "two", "Two", "three")
 _MOST_TURNS = 6
+_PICTURES = [bytes([number]) * 300 for number in range(3)]
 
 
 @dataclass(eq=False)
@@ -79,11 +84,15 @@ class Conversations(Part):
         for path, content in self.disk.files.items():
             if path.startswith(f"{self.folder}/") and path.endswith(".json"):
                 try:
-                    conversation = SavedConversation.from_json(content)
+                    conversation = SavedConversation.from_json(content, is_stored=True)
                 except SessionFileError as error:
                     demand(False, f"{path} is damaged: {error}")
                     continue
                 found[conversation.id] = _texts(conversation)
+                for turn in found[conversation.id]:
+                    for digest in turn.split()[1:] if turn.startswith("pictures ") else ():
+                        picture = self.disk.files.get(f"{self.folder}/media/{conversation.id}-{digest}", b"")
+                        demand(hashlib.sha256(picture).hexdigest() == digest, f"{path} has lost a picture")
                 is_taken = conversation.name.casefold() in names
                 demand(not is_taken or not self._are_names_known, f"two are named {conversation.name}")
                 names.add(conversation.name.casefold())
@@ -98,8 +107,18 @@ class Conversations(Part):
         if len(chat.conversation.turns) >= _MOST_TURNS:
             return
         self._num_turns += 1
-        turn = {"role": "user", "content": f"turn {self._num_turns} {'x' * random.choice((0, 0, 200))}"}
-        chat.conversation = chat.conversation.with_turns([*chat.conversation.turns, turn], system=None)
+        content: Any = f"turn {self._num_turns} {'x' * random.choice((0, 0, 200))}"
+        if random.random() < 0.3:
+            shown = random.sample(_PICTURES, random.choice((1, 2)))
+            content = [{"type": "image", "data": base64.b64encode(data).decode()} for data in shown]
+        former, whole = list(chat.conversation.turns), _texts(chat.conversation)
+        if random.random() < 0.1:
+            # An edit leaves the last turns, and maybe the last that shows a picture, out.
+            former = former[: random.randrange(len(former) + 1)]
+            left = {whole[:size] for size in range(len(former) + 1, len(whole) + 1)}
+            self._required -= left
+        turn = {"role": "user", "content": content}
+        chat.conversation = chat.conversation.with_turns([*former, turn], system=None)
         turns = _texts(chat.conversation)
         self._attempted.add(turns)
         self._deleted.discard(chat.conversation.id)
@@ -168,4 +187,14 @@ class Conversations(Part):
 
 
 def _texts(conversation: SavedConversation) -> tuple[str, ...]:
-    return tuple(turn["content"] for turn in conversation.turns)
+    """A text for each turn: of one with pictures, their digests."""
+    return tuple(one if isinstance(one := turn["content"], str) else _digests(one) for turn in conversation.turns)
+
+
+def _digests(parts: list[dict[str, Any]]) -> str:
+    found = [one["sha256"] if is_reference(one) else _digest(one) for one in parts]
+    return " ".join(("pictures", *found))
+
+
+def _digest(part: dict[str, Any]) -> str:
+    return hashlib.sha256(base64.b64decode(part["data"])).hexdigest() if "data" in part else "missing"
