@@ -30,7 +30,7 @@ from tests.support.seeing_model import picture_file, seeing_demo
 
 ADDRESS = "http://127.0.0.1:8080"
 RUN = {"cache", "chat", "compare", "completion", "embed", "list", "perplexity", "quantize", "rerank", "run", "sessions"}
-RUN |= {"decide", "show", "tokenize", "warmup"}
+RUN |= {"certify", "decide", "show", "tokenize", "warmup"}
 """Commands that end by themselves, and need no network and nothing of this machine's user."""
 NEEDS_MORE = {"--context-length", "--device", "--gpu-layers", "--kv-window", "-folder", "LOCALINFER_ISA"}
 """Of lines that are for larger models, GPUs or folders of the hub; `test_documents.py` parses them."""

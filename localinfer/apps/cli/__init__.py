@@ -28,7 +28,14 @@ from localinfer.apps.cli.messages import (
     with_notes,
     wrapped_for,
 )
-from localinfer.apps.cli.models import list_command, pull_command, rm_command, show_command, warmup_command
+from localinfer.apps.cli.models import (
+    certify_command,
+    list_command,
+    pull_command,
+    rm_command,
+    show_command,
+    warmup_command,
+)
 from localinfer.apps.cli.options import (
     COUNT,
     LoadOptions,
@@ -227,6 +234,7 @@ for one in (
     show_command,
     bench_command,
     cache_command,
+    certify_command,
     completion_command,
     decide_command,
     doctor_command,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from localinfer.apps.cli.options import COUNT, device_option, flag, model_argument, model_option, option, takes_config
-from localinfer.errors import LocalinferError
+from localinfer.errors import LocalinferError, RequestError
 from localinfer.terminal import Progress, describe_duration, neutralise_controls, with_time_left
 
 if TYPE_CHECKING:
@@ -158,9 +158,12 @@ EXIT_FINDINGS = 1
 @flag("--tensors", "List every tensor.")
 @flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--verify", "Check every weight, vocabulary, template, settings and output; exit status 1 for findings.")
+@option("--certificate", "FILE", "With --verify, compare bit for bit with what `localinfer certify` wrote.")
 @flag("--json as_json", "Print one JSON object, with all metadata.")
 @click.pass_context
-def show_command(context: click.Context, model: str, tensors: bool, ops: bool, verify: bool, as_json: bool) -> None:
+def show_command(
+    context: click.Context, model: str, tensors: bool, ops: bool, verify: bool, certificate: str | None, as_json: bool
+) -> None:
     """Show the contents of a GGUF file or a Hugging Face folder.
 
     For a quantized folder, also how its matrices are stored, and the types that they run as.
@@ -168,17 +171,39 @@ def show_command(context: click.Context, model: str, tensors: bool, ops: bool, v
     from localinfer.apps.show.describe import describe_file, render_json, render_text
     from localinfer.terminal import Progress
 
+    if certificate is not None and not verify:
+        raise RequestError("--certificate is compared by --verify; add it")
     description = describe_file(model, ops=ops)
     verification = None
     if verify:
         from localinfer.apps.show.verify import verify_model
 
         with Progress() as progress:
-            verification = verify_model(model, progress)
+            verification = verify_model(model, progress, certificate)
     render = render_json if as_json else render_text
     click.echo(render(description, tensors=tensors, verification=verification))
     if verification is not None and verification.findings:
         context.exit(EXIT_FINDINGS)
+
+
+@click.command("certify")
+@model_argument("model")
+@option("-o --output", "FILE", "Write the certificate to FILE.", required=True)
+def certify_command(model: str, output: str) -> None:
+    """Write digests of a model and of what it computes, to compare other copies and machines with.
+
+    `localinfer show --verify MODEL --certificate FILE` makes the comparison, bit for bit, on any CPU.
+    """
+    from localinfer.apps.show.certificate import certify
+    from localinfer.system.files import OutputFile, check_output
+    from localinfer.terminal import Progress
+
+    check_output(output, inputs=(model,))
+    with Progress() as progress:
+        made = certify(model, progress)
+    with OutputFile(output) as file:
+        file.write(made.write())
+    click.echo(f"{made.model}: {len(made.tensors)} tensors, {len(made.settings)} settings, {len(made.outputs)} probes")
 
 
 @click.command("warmup")

@@ -190,19 +190,22 @@ class Verification:
         ]
 
 
-def verify_model(path: str, progress: ProgressCallback | None = None) -> Verification:
+def verify_model(path: str, progress: ProgressCallback | None = None, certificate: str | None = None) -> Verification:
     """Make every check of a GGUF file or a Hugging Face folder; takes as long as reading all of it, and one load.
 
+    certificate: a file with which the model is compared bit for bit.
     Raises: ModelFileError or a subclass for a file that cannot be opened, or was changed meanwhile.
     """
     from localinfer.models.load.loader import open_model_file
 
     result = Verification()
+    if certificate is not None:
+        _check_certificate(path, certificate, result, progress)
     file = open_model_file(path)
     try:
         result.findings.extend(_check_digests(file, result, progress))
         result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
-        is_alone = _lone_part(file) is None
+        is_alone = lone_part(file) is None
         # Decoders that were made into embedding models and rerankers do not speak any more.
         pools = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0) != 0
         tensors = {} if pools else dict(file.tensors)
@@ -213,6 +216,19 @@ def verify_model(path: str, progress: ProgressCallback | None = None) -> Verific
     elif is_alone:
         _check_output(path, tensors, result, progress)
     return result
+
+
+def _check_certificate(path: str, certificate: str, result: Verification, progress: ProgressCallback | None) -> None:
+    """Compare a model with its certificate. Raises: RequestError for a file that is none."""
+    from localinfer.apps.show.certificate import Certificate, certify, compare
+
+    wanted = Certificate.read(certificate)
+    try:
+        result.findings.extend(compare(wanted, certify(path, progress)))
+    except OutOfMemoryError as error:
+        result.unchecked.append(f"certificate: {error}")
+    except LocalinferError as error:
+        result.findings.append(Finding("certificate", str(error).removesuffix("."), is_error=True))
 
 
 def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> list[Finding]:
@@ -233,7 +249,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
     from localinfer.models.checks.tensor_scan import check_tensors
     from localinfer.models.load.loader import read_config
 
-    part = _lone_part(file)
+    part = lone_part(file)
     if part is not None:
         result.unchecked.append(f"settings and output: {part}")
         yield from _check_settings(file, None, result)
@@ -249,7 +265,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
     yield from check_tensors(file, progress, config)
 
 
-def _lone_part(file: "ModelFile") -> str | None:
+def lone_part(file: "ModelFile") -> str | None:
     """Kinds of files that are sound and answer nothing by themselves: vocabularies, draft models of another's cache."""
     from localinfer.models.decoder.block_config import OF_ANOTHER_CACHE
 

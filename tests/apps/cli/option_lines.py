@@ -113,6 +113,9 @@ GOOD = {
         {demo} Hi --device cpu
         {demo} --file {text} --truncate --output {folder}/x.npy --no-config
     """,
+    "certify": """
+        {demo} --output {folder}/demo.cert
+    """,
     "decide": """
         {demo} Hi --ask How? --option a --option b --orders 2 --threads 1
         {demo} Hi --ask How? --level a --level b --context-length 256 --device cpu --output {folder}/x.jsonl
@@ -398,6 +401,11 @@ BAD = {
         {demo} Hi --output {file}/x.npy
         {demo} Hi --no-config=maybe
         no-such-file Hi
+    """,
+    "certify": """
+        {demo} --output {file}/x
+        {demo}
+        no-such-file --output {folder}/x
     """,
     "decide": """
         {demo} Hi

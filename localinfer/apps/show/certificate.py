@@ -1,0 +1,211 @@
+"""`localinfer certify`: digests of a model and of what it computes, and the comparison of another copy with them.
+
+A certificate has a digest of every tensor, of every setting and of the vocabulary's reading of 32 probe texts, and one
+of the logits, bit for bit, behind each of them. The same file gives the same bits on any CPU, so a copy that is damaged
+or was changed, and a machine that computes wrongly, both show; where tensors differ, the report names them.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.apps.show.verify import lone_part, passages
+from localinfer.errors import RequestError
+from localinfer.models.checks import Finding
+from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localinfer.llm import LLM
+    from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.quant.checkpoint.model_file import ModelFile
+
+FORMAT = 1
+NUM_PROBES = 32
+_PROBE_TOKENS = 16
+_PROBE_CHARACTERS = 100
+_DIGEST_BYTES = 16
+_READ_BYTES = 64 << 20
+_UNCHECKED = "general."
+"""Settings that name a file and its makers, and change nothing; but for the architecture."""
+_MOST_NAMED = 4
+_AGAIN = "this is another file, or a damaged one; download the model again, or certify this one if it is the right one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Digests of a model: hexadecimal, 128 bits of SHA-256."""
+
+    model: str
+    """Name of the file or folder."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Of every tensor, by name: its type, its shape and its bytes."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of every setting but names and licences, by key."""
+    texts: Sequence[str] = ()
+    """Of the ids of every probe; none of a file without a vocabulary, whose probes are ids."""
+    outputs: Sequence[str] = ()
+    """Of the logits behind every probe, or of an encoder's hidden states; none of a file that answers nothing alone."""
+    computed: Mapping[str, str] = field(default_factory=dict)
+    """Choices that outputs depend on: how keys and values are kept."""
+    format: int = FORMAT
+    """Version of this record."""
+
+    def write(self) -> bytes:
+        """The certificate as a file."""
+        return f"{json.dumps(asdict(self), indent=1, ensure_ascii=False)}\n".encode()
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Certificate":
+        """Read a certificate. Raises: RequestError for a file that is none, or of a newer version."""
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read: {error.strerror or error}; check the path") from None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or "outputs" not in value or not isinstance(value.get("format"), int):
+            raise RequestError(f"{path} is no certificate; write one with `localinfer certify`")
+        if value["format"] > FORMAT:
+            found = f"{path} is of version {value['format']}, and this program reads {FORMAT}"
+            raise RequestError(f"{found}; install a newer one")
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise RequestError(f"{path} is no certificate ({error}); write one with `localinfer certify`") from None
+
+
+def certify(path: str, progress: ProgressCallback | None = None) -> Certificate:
+    """Read all of a model, compute behind the probes on the CPU, and return the digests.
+
+    Raises: ModelFileError or a subclass for a model that cannot be opened or run; OutOfMemoryError.
+    """
+    from localinfer.loading.load import load
+    from localinfer.models.load.loader import open_model_file
+
+    file = open_model_file(path)
+    try:
+        tensors = dict(_tensor_digests(file, progress))
+        settings = dict(_setting_digests(file))
+        made = Certificate(model=file.path.name, tensors=tensors, settings=settings)
+        if lone_part(file) is not None:
+            return made
+    finally:
+        file.close()
+    with load(path, device="cpu", speculation=None, may_measure=False, verify=False, progress=progress) as llm:
+        tokenizer = _tokenizer_of(llm)
+        probes = [_ids(tokenizer, number, llm) for number in range(NUM_PROBES)]
+        texts = [] if tokenizer is None else [_digest(probe) for probe in probes]
+        outputs = [_digest(row) for row in _outputs(llm, probes)]
+        return replace(made, texts=texts, outputs=outputs, computed={"kv_type": llm.info.kv_type})
+
+
+def compare(certificate: Certificate, found: Certificate) -> list[Finding]:
+    """What differs from a certificate; nothing where the model is the one that it was written for."""
+    findings = list(_differences("tensor", certificate.tensors, found.tensors))
+    findings += _differences("setting", certificate.settings, found.settings)
+    finding = partial(Finding, "certificate", is_error=True)
+    if list(certificate.texts) != list(found.texts):
+        number = _first_difference(certificate.texts, found.texts)
+        findings.append(finding(f"the vocabulary cuts probe {number} of {NUM_PROBES} into other tokens: {_AGAIN}"))
+    if list(certificate.outputs) == list(found.outputs):
+        return findings
+    wanted, ours = dict(certificate.computed), dict(found.computed)
+    if wanted != ours:
+        reason = f"outputs were computed with {wanted}, and here with {ours}, so they cannot be compared"
+        findings.append(finding(f"{reason}; certify the model anew with this version"))
+    else:
+        number = _first_difference(certificate.outputs, found.outputs)
+        same = "the file is the same, so this machine or version computes otherwise; see `localinfer doctor`"
+        reason = _AGAIN if findings else same
+        findings.append(finding(f"other logits from probe {number} of {NUM_PROBES} on: {reason}"))
+    return findings
+
+
+def _differences(kind: str, wanted: Mapping[str, str], found: Mapping[str, str]) -> Iterator[Finding]:
+    for what, names in (
+        ("differs from", [name for name in wanted if name in found and wanted[name] != found[name]]),
+        ("is missing, of", [name for name in wanted if name not in found]),
+        ("is not of", [name for name in found if name not in wanted]),
+    ):
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            shown = ", ".join(names[:_MOST_NAMED])
+            yield Finding("certificate", f"{kind} {shown}{more} {what} those certified: {_AGAIN}", is_error=True)
+
+
+def _first_difference(wanted: Sequence[str], found: Sequence[str]) -> int:
+    """Number, from 1, of the first entry that differs."""
+    pairs = enumerate(zip(wanted, found, strict=False), 1)
+    return next((number for number, (one, other) in pairs if one != other), min(len(wanted), len(found)) + 1)
+
+
+def _tensor_digests(file: "ModelFile", progress: ProgressCallback | None) -> Iterator[tuple[str, str]]:
+    from localinfer.quant.checkpoint.model_file import read_stretch
+
+    names = sorted(file.tensors)
+    for number, name in enumerate(names):
+        if progress is not None:
+            progress("reading tensors", number, len(names))
+        record = file.tensors[name]
+        grouped = file.grouped(name)
+        hasher = hashlib.sha256(f"{record.type} {record.shape}".encode())
+        if grouped is not None:
+            for matrix in grouped:
+                for values in vars(matrix).values():
+                    if isinstance(values, np.ndarray):
+                        hasher.update(np.ascontiguousarray(values).view(np.uint8))
+        else:
+            for first in range(0, record.num_bytes, _READ_BYTES):
+                end = min(first + _READ_BYTES, record.num_bytes)
+                hasher.update(np.ascontiguousarray(read_stretch(file, name, first, end)))
+                file.forget(name, first, end)
+        yield name, hasher.hexdigest()[: 2 * _DIGEST_BYTES]
+
+
+def _setting_digests(file: "ModelFile") -> Iterator[tuple[str, str]]:
+    for key in sorted(file.metadata):
+        if not key.startswith(_UNCHECKED) or key == "general.architecture":
+            value = file.metadata[key]
+            told = np.asarray(value).tolist() if isinstance(value, np.ndarray) else value
+            yield key, hashlib.sha256(repr(told).encode("utf-8", "surrogatepass")).hexdigest()[: 2 * _DIGEST_BYTES]
+
+
+def _tokenizer_of(llm: "LLM") -> "Tokenizer | None":
+    try:
+        return llm.tokenizer
+    except RequestError:
+        return None
+
+
+def _ids(tokenizer: "Tokenizer | None", number: int, llm: "LLM") -> NDArray[np.int32]:
+    """A probe's ids: the beginning of a part of a passage; without a vocabulary ids from all over it."""
+    size = min(_PROBE_TOKENS, llm.context_length)
+    if tokenizer is None:
+        return ((np.arange(size) * 7919 + number * 104_729 + 3) % llm.vocab_size).astype(np.int32)
+    texts = passages()
+    text = texts[number % len(texts)].text
+    first = (number // len(texts)) * _PROBE_CHARACTERS % max(1, len(text) - _PROBE_CHARACTERS)
+    return np.asarray(tokenizer.encode(text[first : first + _PROBE_CHARACTERS]), np.int32)[:size]
+
+
+def _outputs(llm: "LLM", probes: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.float32]]:
+    """What the model computes behind every probe: logits, or the hidden states of an encoder."""
+    if "completion" not in llm.info.capabilities:
+        for vectors in llm.embed_many(list(probes), pooling="none", normalize=False):
+            yield np.asarray(vectors, np.float32)
+        return
+    for probe in probes:
+        yield llm.logits(probe)[-1]
+
+
+def _digest(values: NDArray[Any]) -> str:
+    data = np.ascontiguousarray(values)
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    return hashlib.sha256(little.tobytes()).hexdigest()[: 2 * _DIGEST_BYTES]

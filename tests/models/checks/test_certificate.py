@@ -1,0 +1,81 @@
+"""Certificates of models: every planted fault shows, and nothing shows of a whole one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localinfer.apps.cli import main
+from localinfer.apps.show.certificate import NUM_PROBES, Certificate, certify, compare
+from localinfer.errors import RequestError
+from localinfer.models import demo
+from tests.models.checks.certified_faults import certified, differences
+from tests.models.checks.planted_faults import FAULTS, plant
+
+DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
+SOME = sorted(FAULTS)[::4]
+"""A quarter of the faults, of which `python -m tests.models.checks.certified_faults` tries all."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certified")
+
+
+@pytest.mark.parametrize("fault", SOME)
+def test_planted_faults_show(fault: str, folder: Path, tmp_path: Path) -> None:
+    certificate = certified(FAULTS[fault][0], folder)
+    assert compare(certificate, certificate) == []
+    found = differences(certificate, plant(fault, tmp_path))
+    assert found and all("\n" not in line for line in found)
+
+
+def test_the_report_names_what_differs() -> None:
+    whole = certify(DEMO)
+    assert len(whole.outputs) == len(whole.texts) == NUM_PROBES and len(set(whole.outputs)) > NUM_PROBES // 2
+    tensors = {**whole.tensors, "blk.0.attn_q.weight": "other", "new.weight": "x"}
+    del tensors["output_norm.weight"]
+    settings = {**whole.settings, "llama.context_length": "other"}
+    outputs = [*whole.outputs[:3], "other", *whole.outputs[4:]]
+    changed = replace(whole, tensors=tensors, settings=settings, outputs=outputs, texts=["other", *whole.texts[1:]])
+    told = " ".join(one.message for one in compare(whole, changed))
+    for words in (
+        "blk.0.attn_q.weight",
+        "new.weight",
+        "output_norm.weight",
+        "llama.context_length",
+        "probe 1 of",
+        "probe 4 of",
+    ):
+        assert words in told
+    (machine,) = compare(whole, replace(whole, outputs=outputs))
+    assert "this machine or version" in machine.message
+    (other,) = compare(whole, replace(whole, outputs=outputs, computed={"kv_type": "q8_0"}))
+    assert "cannot be compared" in other.message
+
+
+def test_a_certificate_is_a_file_that_commands_write_and_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "demo.cert"
+    assert main(["certify", DEMO, "-o", str(file)]) == 0
+    assert f"{NUM_PROBES} probes" in capsys.readouterr().out
+    assert Certificate.read(file) == certify(DEMO)
+    assert main(["show", "--verify", DEMO, "--certificate", str(file)]) == 0
+    assert "nothing wrong" in capsys.readouterr().out
+    broken = plant("layer twice", tmp_path)
+    assert main(["show", "--verify", str(broken), "--certificate", str(file)]) == 1
+    assert "certificate: tensor blk." in capsys.readouterr().out
+    assert main(["show", DEMO, "--certificate", str(file)]) == 2
+    assert "--verify" in capsys.readouterr().err
+    for content, words in (
+        (b"{", "no certificate"),
+        (b"[]", "no certificate"),
+        (b'{"format": 1, "outputs": [], "strange": 1}', "no certificate"),
+        (b'{"format": 9, "outputs": []}', "of version 9"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(RequestError, match=words):
+            Certificate.read(file)
+    with pytest.raises(RequestError, match="cannot be read"):
+        Certificate.read(tmp_path / "none")
