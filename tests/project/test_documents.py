@@ -128,7 +128,7 @@ def check(words: list[str], folder: Path) -> None:
 def parse(arguments: list[str], folder: Path) -> None:
     """The command line's own parser takes these, where the files that they name are there."""
     for word in arguments:
-        if re.fullmatch(r"[\w-]+(\.(gguf|txt|json|jinja|toml))?", word):
+        if re.fullmatch(r"[\w-]+(\.(gguf|txt|json|jinja|toml|cert|jsonl))?", word):
             (folder / word).touch()
     if arguments[0] == "--offline":
         arguments = arguments[1:]

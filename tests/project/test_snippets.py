@@ -17,6 +17,7 @@ import localinfer
 from localinfer.apps.cli import main
 from localinfer.apps.evaluate import measure
 from localinfer.apps.server.transport.settings import ServerSettings
+from localinfer.apps.show.certificate import certify
 from localinfer.models import demo
 from localinfer.storage import prompt_cache, response_store
 from localinfer.storage.conversations import ConversationStore, SavedConversation
@@ -62,6 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "refund": {"type": "noul", "instructions": "So?"},
         "team": {"type": "choice", "criteria": {"A": None, "B": None}},
     }
+    (folder / "model.cert").write_bytes(certify(str(folder / "model.gguf")).write())
     (folder / "questions.json").write_text(json.dumps(asked), encoding="utf-8")
     labelled = {"state": "I was charged twice.", "expected": {"refund": True, "team": "A"}}
     (folder / "labelled.jsonl").write_text(f"{json.dumps(labelled)}\n" * 4, encoding="utf-8")

@@ -107,7 +107,7 @@ def certify(path: str, progress: ProgressCallback | None = None) -> Certificate:
 
 
 def compare(certificate: Certificate, found: Certificate) -> list[Finding]:
-    """What differs from a certificate; nothing where the model is the one that it was written for."""
+    """Differences from a certificate; none where the model is the one that it was written for."""
     findings = list(_differences("tensor", certificate.tensors, found.tensors))
     findings += _differences("setting", certificate.settings, found.settings)
     finding = partial(Finding, "certificate", is_error=True)
@@ -196,7 +196,7 @@ def _ids(tokenizer: "Tokenizer | None", number: int, llm: "LLM") -> NDArray[np.i
 
 
 def _outputs(llm: "LLM", probes: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.float32]]:
-    """What the model computes behind every probe: logits, or the hidden states of an encoder."""
+    """Results behind every probe: logits, or the hidden states of an encoder."""
     if "completion" not in llm.info.capabilities:
         for vectors in llm.embed_many(list(probes), pooling="none", normalize=False):
             yield np.asarray(vectors, np.float32)

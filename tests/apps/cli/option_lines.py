@@ -57,7 +57,7 @@ GOOD = {
         {demo} --tensors
         {demo} --json
         {demo} --ops
-        {demo} --verify
+        {demo} --verify --certificate {cert}
     """,
     "tokenize": """
         --model {demo} Hi --ids --no-special --parse-special --no-config
@@ -275,6 +275,7 @@ BAD = {
         {demo} --tensors=maybe
         {demo} --ops=maybe
         {demo} --verify=maybe
+        {demo} --verify --certificate no-such-file
         {demo} --json=maybe
         no-such-file
     """,
@@ -404,7 +405,6 @@ BAD = {
     """,
     "certify": """
         {demo} --output {file}/x
-        {demo}
         no-such-file --output {folder}/x
     """,
     "decide": """

@@ -14,6 +14,7 @@ import pytest
 from localinfer.apps.cli import localinfer_command as commands, main
 from localinfer.apps.evaluate import measure
 from localinfer.apps.server.app import LocalServer
+from localinfer.apps.show.certificate import certify
 from localinfer.models import demo
 from localinfer.storage.conversations import ConversationStore, SavedConversation
 from tests.api.encoder_models import write_encoder
@@ -80,6 +81,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if "{models}" in line:
             (tmp_path / "models").mkdir()
             (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
+        if "{cert}" in line:
+            places["cert"] = str(tmp_path / "demo.cert")
+            (tmp_path / "demo.cert").write_bytes(certify(DEMO).write())
         if "{ranker}" in line:
             places["ranker"] = str(write_encoder(tmp_path, "bert-reranker"))
         if "{tiny}" in line:

@@ -13,8 +13,8 @@ from tests.models.checks.certified_faults import certified, differences
 from tests.models.checks.planted_faults import FAULTS, plant
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
-SOME = sorted(FAULTS)[::4]
-"""A quarter of the faults, of which `python -m tests.models.checks.certified_faults` tries all."""
+SOME = sorted(FAULTS)[::8]
+"""An eighth of the faults, of which `python -m tests.models.checks.certified_faults` tries all."""
 
 
 @pytest.fixture(scope="module")
