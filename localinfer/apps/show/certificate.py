@@ -160,11 +160,11 @@ def _tensor_digests(file: "ModelFile", progress: ProgressCallback | None) -> Ite
             for matrix in grouped:
                 for values in vars(matrix).values():
                     if isinstance(values, np.ndarray):
-                        hasher.update(np.ascontiguousarray(values).view(np.uint8))
+                        hasher.update(np.ascontiguousarray(values).view(np.uint8).data)
         else:
             for first in range(0, record.num_bytes, _READ_BYTES):
                 end = min(first + _READ_BYTES, record.num_bytes)
-                hasher.update(np.ascontiguousarray(read_stretch(file, name, first, end)))
+                hasher.update(np.ascontiguousarray(read_stretch(file, name, first, end)).data)
                 file.forget(name, first, end)
         yield name, hasher.hexdigest()[: 2 * _DIGEST_BYTES]
 
