@@ -56,6 +56,14 @@ def _qwen(settings: ProcessorSettings) -> Plan:
     )
 
 
+def _qwen_in_a_row(settings: ProcessorSettings) -> Plan:
+    """The same for a text model whose positions have one dimension."""
+    plan = _qwen(settings)
+    return lambda width, height, number: tuple(
+        piece if isinstance(piece, str) else replace(piece, grid=None) for piece in plan(width, height, number)
+    )
+
+
 def _glm(settings: ProcessorSettings) -> Plan:
     picture = settings.picture
     unit = picture.integer("patch_size") * picture.integer("merge_size")
@@ -233,6 +241,26 @@ def _internvl(settings: ProcessorSettings) -> Plan:
 
     def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:
         return start, *tiled(width, height, num_rows), end
+
+    return plan
+
+
+def _internvl_chat(settings: ProcessorSettings) -> Plan:
+    """The same by the settings of InternVL's own folders, whose code prepares pictures itself."""
+    config = settings.config.over(
+        {"dynamic_image_size": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12, "use_thumbnail": True}
+        | {"downsample_ratio": 0.5, "force_image_size": settings.part("vision_config").get("image_size") or 448}
+    )
+    side, splits = config.square("force_image_size"), config.boolean("dynamic_image_size")
+    least, most = (config.integer(f"{word}_dynamic_patch", high=1 << 10) for word in ("min", "max"))
+    candidates, has_whole = sizes.grids(least, most), config.boolean("use_thumbnail")
+    num_rows = round((side // _tower_patch(settings) * config.number("downsample_ratio", low=1e-3, high=1.0)) ** 2)
+    square = side, side
+
+    def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:
+        grid = sizes.nearest_aspect(width, height, candidates, square) if splits else (1, 1)
+        cuts = _tiles_and_whole(grid, square, num_rows)
+        return "<img>", *(cuts if has_whole or len(cuts) == 1 else cuts[:-1]), "</img>"
 
     return plan
 
@@ -444,7 +472,7 @@ def _llava_next(settings: ProcessorSettings) -> Plan:
     base = picture.square("size")
     patch = _tower_patch(settings)
     side = tile // patch
-    if settings.model_type == "llava_next":
+    if settings.model_type != "llava_onevision":
         _check_selection(settings)
     pinpoints = _pinpoints(picture)
     most = most_tiles(settings)
@@ -610,6 +638,10 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
     # What stands around its picture is in its prompt.
     "colqwen2": replace(_QWEN, around=("", "")),
     **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _QWEN),
+    **dict.fromkeys(
+        ("exaone4_5", "hyperclovax_vision_v2"),
+        SeeingFamily(_qwen_in_a_row, _QWEN.defaults, ("image_token", "<|image_pad|>")),
+    ),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
     **dict.fromkeys(("mistral3", "pixtral"), _PIXTRAL),
     **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
@@ -625,6 +657,16 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
     "gemma4_unified": replace(_GEMMA4, resizes_as_torch=True),
     "internvl": SeeingFamily(
         _internvl, _CLIP | _TILING | {"size": 384}, ("context_image_token", "<IMG_CONTEXT>"), ("", "\n")
+    ),
+    "internvl_chat": SeeingFamily(
+        _internvl_chat,
+        {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": _BICUBIC},
+        ("image_placeholder_token", "<image>"),
+        ("", "\n"),
+    ),
+    # Its template writes another token than the one that embeddings take the place of.
+    "qianfan_ocr": SeeingFamily(
+        _internvl, _CLIP | _TILING | {"size": 384}, ("image_placeholder_token", "<image>"), ("", "\n")
     ),
     "aya_vision": SeeingFamily(_aya, _CLIP | _TILING | {"size": 384}, ("image_token", "<image>")),
     "cohere2_vision": SeeingFamily(
@@ -656,8 +698,11 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
         adds_bos=False,
     ),
     "llava": SeeingFamily(_llava, _CLIP_SQUARE, ("image_token", "<image>"), ("", "\n")),
-    "llava_next": SeeingFamily(
-        _llava_next, _CLIP_SQUARE | {"image_grid_pinpoints": _PINPOINTS}, ("image_token", "<image>"), ("", "\n")
+    **dict.fromkeys(
+        ("llava_next", "llava_next_video"),
+        SeeingFamily(
+            _llava_next, _CLIP_SQUARE | {"image_grid_pinpoints": _PINPOINTS}, ("image_token", "<image>"), ("", "\n")
+        ),
     ),
     "llava_onevision": SeeingFamily(
         _llava_next,

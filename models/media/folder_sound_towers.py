@@ -177,6 +177,10 @@ _WHISPER: Targets = {
     },
 }
 _PARTS = ("audio_tower", "multi_modal_projector")
+_TWO_MATRICES: Targets = {
+    "multi_modal_projector.linear_1": "mm.a.mlp.1",
+    "multi_modal_projector.linear_2": "mm.a.mlp.2",
+}
 _SPEAKING = r"audio_tower\.audio_bos_eos_token\..*"
 _GEMMA4_BLOCKS = {
     "feed_forward1.pre_layer_norm": "ffn_norm",
@@ -288,8 +292,7 @@ _QWEN3_OMNI = SoundTowerFamily(
             "audio_tower.proj1": "mm.a.mlp.1",
             "audio_tower.proj2": "mm.a.mlp.2",
             # Qwen3-ASR, as transformers writes it.
-            "multi_modal_projector.linear_1": "mm.a.mlp.1",
-            "multi_modal_projector.linear_2": "mm.a.mlp.2",
+            **_TWO_MATRICES,
         },
     ),
     _WHISPER_CLASS | {"n_window": 50, "n_window_infer": 800},
@@ -309,11 +312,7 @@ SOUND_TOWERS: dict[str, SoundTowerFamily] = {
         "voxtral",
         TowerNames(
             _PARTS,
-            {
-                **_WHISPER,
-                "multi_modal_projector.linear_1": "mm.a.mlp.1",
-                "multi_modal_projector.linear_2": "mm.a.mlp.2",
-            },
+            {**_WHISPER, **_TWO_MATRICES},
         ),
         _WHISPER_CLASS | {"num_attention_heads": 20, "hidden_size": 1280, "intermediate_size": 5120},
         _voxtral_fields,
@@ -338,6 +337,13 @@ SOUND_TOWERS: dict[str, SoundTowerFamily] = {
         _gemma4_unified_fields,
         frame="audio_embed_dim",
         has_blocks=False,
+    ),
+    "audioflamingo3": SoundTowerFamily(
+        "voxtral",
+        TowerNames(_PARTS, {**_WHISPER, **_TWO_MATRICES}),
+        _WHISPER_CLASS | {"num_attention_heads": 20},
+        lambda settings, audio: {"joins_pairs": True},
+        "num_attention_heads",
     ),
     "gemma4": SoundTowerFamily(
         "gemma4a",

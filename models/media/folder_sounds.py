@@ -131,6 +131,25 @@ def _qwen2_audio(settings: ProcessorSettings) -> Features:
     return pieces
 
 
+def _audioflamingo3(settings: ProcessorSettings) -> Features:
+    """Stretches of the longest length, each filled with silence that is not attended to."""
+    features, longest = _whisper(settings), settings.sound.integer("chunk_length", high=1 << 16) * RATE
+    most = settings.processor.over({"max_audio_len": 600}).integer("max_audio_len") * RATE // longest * longest
+
+    def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
+        if len(samples) > most:
+            raise _too_long(len(samples), most)
+        found: list[EncoderInput | str] = []
+        for start in range(0, len(samples), longest):
+            stretch = samples[start : start + longest]
+            values = features(stretch, longest)
+            num_frames = min(ceil(len(stretch) / HOP), len(values))
+            found.append(_input(values[: num_frames + 2], _halved_twice(num_frames), num_frames))
+        return found
+
+    return pieces
+
+
 def _qwen2_omni(settings: ProcessorSettings) -> Features:
     """The frames of the sound alone; their level is that of the sound filled with silence to the longest."""
     features = _whisper(settings)
@@ -311,6 +330,7 @@ SOUND_FAMILIES: dict[str, HearingFamily] = {
     "qwen3_asr": HearingFamily(
         _qwen3_asr, _WHISPER | {"feature_size": 128, "min_length": 8000}, _QWEN3_OMNI.token, _QWEN3_OMNI.around
     ),
+    "audioflamingo3": HearingFamily(_audioflamingo3, _WHISPER | {"feature_size": 128}, ("audio_token", "<sound>")),
     "voxtral": HearingFamily(
         _voxtral, _WHISPER, ("audio_token", "[AUDIO]"), (("begin_audio_token", "[BEGIN_AUDIO]"), ("", ""))
     ),

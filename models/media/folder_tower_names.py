@@ -103,6 +103,11 @@ QWEN_BLOCKS: Targets = {
 }
 
 
+def qwen_names(root: str) -> dict[str, str | To | tuple[To, ...]]:
+    """Qwen's names with another first word."""
+    return {name.replace("visual", root, 1): target for name, target in QWEN_NAMES.items()}
+
+
 QWEN_NAMES: Targets = {
     "visual.patch_embed.proj.weight": FRAME_KERNELS,
     "visual.patch_embed.proj": "v.patch_embd",
@@ -181,6 +186,32 @@ INTERNVL_NAMES: Targets = {
     "multi_modal_projector.linear_1": "mm.model.mlp.1",
     "multi_modal_projector.linear_2": "mm.model.mlp.3",
 }
+
+
+INTERNVL_FIRST_NAMES: Targets = {
+    "vision_model.embeddings.class_embedding": To("v.class_embd", FLAT_ROW),
+    "vision_model.embeddings.patch_embedding": "v.patch_embd",
+    "vision_model.embeddings.position_embedding": To("v.position_embd.weight", POSITION_TABLE),
+    **block_names(
+        "vision_model.encoder.layers",
+        {
+            "attn.qkv": "attn_qkv",
+            "attn.proj": "attn_out",
+            "attn.q_norm": "attn_q_norm",
+            "attn.k_norm": "attn_k_norm",
+            "ls1": "ls1.weight",
+            "ls2": "ls2.weight",
+            "norm1": "ln1",
+            "norm2": "ln2",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+        },
+    ),
+    "mlp1.0": "mm.model.mlp.0",
+    "mlp1.1": "mm.model.mlp.1",
+    "mlp1.3": "mm.model.mlp.3",
+}
+"""Names of InternVL's own folders, whose layers of a kind are fused."""
 
 
 GEMMA4_LINEARS = {

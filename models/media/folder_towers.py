@@ -23,6 +23,7 @@ from localinfer.models.media.folder_tower_names import (
     GATED_PROJECTOR,
     GEMMA4_LINEARS,
     GLM_NAMES,
+    INTERNVL_FIRST_NAMES,
     INTERNVL_NAMES,
     LLAMA4_NAMES,
     LLAVA_PROJECTOR,
@@ -36,6 +37,7 @@ from localinfer.models.media.folder_tower_names import (
     ovis_names,
     patches_last,
     pixtral_projector,
+    qwen_names,
     siglip_names,
 )
 from localinfer.models.media.mmproj import FOLDER_PROJECTORS, PICTURE_PROJECTORS, PictureConfig
@@ -83,6 +85,8 @@ class TowerFamily:
     """Setting with the epsilon of norms; a number is the epsilon itself."""
     has_blocks: bool = True
     """False if patches are projected as they are."""
+    kv_heads: str = ""
+    """Setting with the number of heads of keys and values; empty where there are as many."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """GGUF's names of rows of the embedding that the encoder puts between others, by special tokens."""
     marks: tuple[str, tuple[str, ...]] = ("", ())
@@ -103,11 +107,12 @@ def picture_config(family: TowerFamily, tower: Tower, processor: PictureProcesso
     projector = (PICTURE_PROJECTORS | FOLDER_PROJECTORS)[family.projector]
     hidden_size = file.tensor("v.patch_embd.weight").shape[0]
     num_layers = file.num_layers
-    num_heads, head_size, intermediate_size = 1, hidden_size, 1
+    num_heads, num_kv_heads, head_size, intermediate_size = 1, 1, hidden_size, 1
     if family.has_blocks:
         num_heads, intermediate_size = vision.integer(family.heads), file.tensor("v.blk.0.ffn_up.weight").shape[0]
-        head_size, rest = divmod(_num_rows(file, "v.blk.0.attn_q.weight", "v.blk.0.attn_qkv.weight"), num_heads)
-        if rest or not num_layers:
+        num_kv_heads = vision.integer(family.kv_heads, high=num_heads) if family.kv_heads else num_heads
+        head_size, rest = _head_size(file, num_heads, num_kv_heads)
+        if rest or num_heads % num_kv_heads or not num_layers:
             raise vision.wrong(family.heads, "a divisor of the rows of queries")
     output = file.tensor(projector.output).shape
     config = PictureConfig(
@@ -125,7 +130,7 @@ def picture_config(family: TowerFamily, tower: Tower, processor: PictureProcesso
         mean=processor.mean,
         std=processor.std,
         activation=activation(vision, "hidden_act"),
-        num_kv_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         feature_layers=(),
         window_pattern=0,
@@ -153,9 +158,12 @@ def activation(settings: PartSettings, key: str) -> str:
     return _ACTIVATIONS[found]
 
 
-def _num_rows(file: TowerFile, single: str, fused: str) -> int:
-    """Rows of queries."""
-    return file.tensor(single).shape[0] if single in file.tensors else file.tensor(fused).shape[0] // 3
+def _head_size(file: TowerFile, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Columns of a head, and the rows of queries that are left over, of one matrix for all or for queries alone."""
+    name = "v.blk.0.attn_q.weight"
+    if name in file.tensors:
+        return divmod(file.tensor(name).shape[0], num_heads)
+    return divmod(file.tensor("v.blk.0.attn_qkv.weight").shape[0], num_heads + 2 * num_kv_heads)
 
 
 def _side(settings: PartSettings, key: str) -> int:
@@ -348,6 +356,31 @@ def _internvl_fields(tower: Tower) -> dict[str, Any]:
         "has_rms_query_norms": True,
         "is_class_first": True,
     }
+
+
+def _internvl_chat_fields(tower: Tower) -> dict[str, Any]:
+    config = tower.settings.config
+    for key, wanted, usual in (("ps_version", "v2", "v1"), ("select_layer", -1, -1)):
+        # Qianfan's class has neither.
+        if tower.settings.model_type == "internvl_chat" and config.over({key: usual}).get(key) != wanted:
+            raise config.over({key: usual}).unsupported(key, repr(wanted))
+    return _internvl_fields(tower)
+
+
+_INTERNVL = TowerFamily(
+    "internvl",
+    lambda settings, vision: TowerNames(("vision_tower", "multi_modal_projector"), INTERNVL_NAMES),
+    {
+        "num_attention_heads": 16,
+        "patch_size": [14, 14],
+        "image_size": [448, 448],
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-6,
+        "norm_type": "layer_norm",
+        "use_mean_pooling": True,
+    },
+    _internvl_fields,
+)
 
 
 def _inverse(settings: PartSettings, key: str) -> int:
@@ -592,6 +625,16 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     **dict.fromkeys(
         ("qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"), _qwen("qwen2.5vl_merger", _QWEN25_CLASS, _qwen25_fields)
     ),
+    "exaone4_5": replace(
+        _qwen("qwen2.5vl_merger", _QWEN25_CLASS | {"num_key_value_heads": 8}, _qwen25_fields),
+        kv_heads="num_key_value_heads",
+    ),
+    "hyperclovax_vision_v2": replace(
+        _qwen("qwen2.5vl_linear", _QWEN25_CLASS, _qwen25_fields),
+        names=lambda settings, vision: TowerNames(
+            ("vision_model", "vision_projector"), {**qwen_names("vision_model"), "vision_projector": "mm.4"}
+        ),
+    ),
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
         _qwen("qwen3vl_merger", _QWEN3_CLASS, _qwen_fields),
@@ -625,22 +668,17 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
             _idefics_fields,
         ),
     ),
-    "internvl": TowerFamily(
-        "internvl",
-        lambda settings, vision: TowerNames(("vision_tower", "multi_modal_projector"), INTERNVL_NAMES),
-        {
-            "num_attention_heads": 16,
-            "patch_size": [14, 14],
-            "image_size": [448, 448],
-            "hidden_act": "gelu",
-            "layer_norm_eps": 1e-6,
-            "norm_type": "layer_norm",
-            "use_mean_pooling": True,
-        },
-        _internvl_fields,
+    "internvl": _INTERNVL,
+    **dict.fromkeys(
+        ("internvl_chat", "qianfan_ocr"),
+        replace(
+            _INTERNVL,
+            names=lambda settings, vision: TowerNames(("vision_model", "mlp1"), INTERNVL_FIRST_NAMES),
+            fields=_internvl_chat_fields,
+        ),
     ),
     **dict.fromkeys(
-        ("llava", "llava_next"),
+        ("llava", "llava_next", "llava_next_video"),
         TowerFamily("mlp", _clip_names(_LLAVA_PARTS, LLAVA_PROJECTOR), _CLIP_CLASS, _llava_fields),
     ),
     "llava_onevision": TowerFamily(

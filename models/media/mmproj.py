@@ -68,6 +68,8 @@ FOLDER_SOUND_PROJECTORS = {"granite_speech": Projector("mm.a.fc.weight")}
 FOLDER_PROJECTORS = {
     # Rows joined, a norm where there is one, and silu(gate) * up between two matrices.
     "gated": Projector("mm.down.weight"),
+    # Qwen 2.5's, and one matrix more.
+    "qwen2.5vl_linear": Projector("mm.4.weight"),
     # Rows joined, shares of a visual vocabulary, and their mean embedding.
     "ovis2": Projector("mm.embd.weight"),
     # One vector of a picture, beside those of texts: of the class row, and of a query that attends to all rows.

@@ -180,6 +180,11 @@ def _gated(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     return writer.linear(writer.gated(x, gates, ups, Activation.SILU), "mm.down", "embeddings", config.output_size)
 
 
+def _qwen_linear(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
+    inner = writer.activation(writer.linear(x, "mm.0", "projected"), _activation(config, Activation.GELU_ERF))
+    return writer.linear(writer.linear(inner, "mm.2", "merged"), "mm.4", "embeddings", config.output_size)
+
+
 def _ovis2(writer: RowWriter, config: PictureConfig, x: Buffer) -> Buffer:
     scores = writer.linear(x, "mm.head", "scores")
     scores = writer.layer_norm(scores, "mm.head_norm", "scores", _epsilon(config, _FIXED_EPSILON))
@@ -252,6 +257,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "dots_ocr": VisionFamily(_dots_ocr, rotary=Rotary.QWEN, has_rms_norms=True),
     "janus_pro": VisionFamily(_by_config(lambda kind: _names("mm.0", "mm.1", kind)), Table.FIXED),
     "gated": VisionFamily(_after_norm("mm.input_norm", _gated), Table.FIXED),
+    "qwen2.5vl_linear": VisionFamily(_qwen_linear, rotary=Rotary.QWEN, has_rms_norms=True, has_windows=True),
     "ovis2": VisionFamily(_ovis2, Table.FIXED, has_rms_norms=True),
     "class_row": VisionFamily(_class_row, Table.FIXED, takes_class_row=True),
     "pooled": VisionFamily(_idefics3, Table.FIXED, pools_rows=True),

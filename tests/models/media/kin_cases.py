@@ -218,10 +218,123 @@ def _granite_speech_plus(make: Maker, r: Random) -> Kin:
     )
 
 
+def _qianfan_ocr(make: Maker, r: Random) -> Kin:
+    transformers = make.transformers
+    names = dict(start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>")
+    tok = make.tokenizer(names, [*make.CHAT, "<image>"], bos=False)
+    vision = make.tower(r, image_size=[56, 56], patch_size=[14, 14], use_qk_norm=False, attention_bias=True)
+    config = transformers.QianfanOCRConfig(
+        text_config=make.text(r, model_type="qwen3"),
+        vision_config=vision,
+        image_token_id=tok.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    images = transformers.GotOcr2ImageProcessorPil(
+        size=dict(height=56, width=56), crop_to_patches=True, max_patches=4, image_mean=[0.485, 0.456, 0.406]
+    )
+    return Kin(
+        "QianfanOCRForConditionalGeneration",
+        config,
+        tok,
+        images,
+        placeholders=("<IMG_CONTEXT>", ""),
+        sizes=((60, 44), (50, 150)),
+        renamed={"num_patches": ""},
+        processor={"image_seq_length": 4},
+    )
+
+
+def _qwen_kin(make: Maker, r: Random, name: str, text: Any, vision: Any, **more: Any) -> Kin:
+    transformers = make.transformers
+    tok, special = make.qwen_tokens()
+    numbers = {key: value for key, value in special.items() if key in more.pop("numbers", special)}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **numbers)
+    size = dict(shortest_edge=28 * 28 * 4, longest_edge=28 * 28 * 12)
+    return Kin(
+        f"{name}{more.pop('suffix', 'ForConditionalGeneration')}",
+        config,
+        tok,
+        transformers.Qwen2VLImageProcessorPil(size=size, **more.pop("images", {})),
+        placeholders=("<|image_pad|>", ""),
+        **more,
+    )
+
+
+def _exaone4_5(make: Maker, r: Random) -> Kin:
+    text = make.text(r, model_type="exaone4", layer_types=["full_attention"] * 4, num_hidden_layers=4)
+    vision = dict(
+        depth=4, hidden_size=32, intermediate_size=44, num_heads=4, num_key_value_heads=2, patch_size=14,
+        spatial_merge_size=2, temporal_patch_size=2, window_size=56, out_hidden_size=64, fullatt_block_indexes=[1, 3],
+    )  # fmt: skip
+    numbers = ("image_token_id", "video_token_id")
+    return _qwen_kin(make, r, "Exaone4_5_", text, vision, numbers=numbers)
+
+
+def _hyperclovax_vision_v2(make: Maker, r: Random) -> Kin:
+    text = make.text(r, model_type="hyperclovax")
+    vision = dict(
+        depth=4, hidden_size=32, intermediate_size=44, num_heads=2, patch_size=14, spatial_merge_size=2,
+        temporal_patch_size=2, window_size=56, out_hidden_size=48, fullatt_block_indexes=[1, 3],
+    )  # fmt: skip
+    numbers = ("image_token_id", "video_token_id")
+    return _qwen_kin(make, r, "HyperCLOVAXVisionV2", text, vision, numbers=numbers)
+
+
+def _audioflamingo3(make: Maker, r: Random) -> Kin:
+    transformers = make.transformers
+    tok = make.tokenizer({}, ["<sound>", *make.CHAT], bos=False)
+    config = transformers.AudioFlamingo3Config(
+        text_config=make.text(r, model_type="qwen2"),
+        audio_config=dict(
+            num_mel_bins=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, hidden_size=32,
+            max_source_positions=100,
+        ),
+        audio_token_id=tok.convert_tokens_to_ids("<sound>"),
+    )  # fmt: skip
+    return Kin(
+        "AudioFlamingo3ForConditionalGeneration",
+        config,
+        tok,
+        sounds=transformers.WhisperFeatureExtractor(feature_size=32, chunk_length=2),
+        call={"return_attention_mask": True},
+        placeholders=("", "<sound>"),
+        renamed={"attention_mask": "input_features_mask"},
+    )
+
+
+def _llava_next_video(make: Maker, r: Random) -> Kin:
+    transformers = make.transformers
+    tok = make.tokenizer(dict(image_token="<image>", video_token="<video>"), [])
+    pins = [[56, 112], [112, 56], [112, 112]]
+    config = transformers.LlavaNextVideoConfig(
+        text_config=make.text(r, model_type="llama"),
+        vision_config=make.tower(r, model_type="clip_vision_model"),
+        image_grid_pinpoints=pins,
+        image_token_index=tok.convert_tokens_to_ids("<image>"),
+        video_token_index=tok.convert_tokens_to_ids("<video>"),
+    )
+    images = transformers.LlavaNextImageProcessorPil(
+        size=dict(shortest_edge=56), crop_size=dict(height=56, width=56), image_grid_pinpoints=pins
+    )
+    return Kin(
+        "LlavaNextVideoForConditionalGeneration",
+        config,
+        tok,
+        images,
+        placeholders=("<image>", ""),
+        sizes=((60, 44), (50, 150)),
+    )
+
+
 CASES: dict[str, Callable[[Maker, Random], Kin]] = {
+    "audioflamingo3": _audioflamingo3,
+    "exaone4_5": _exaone4_5,
     "gemma4_unified": _gemma4_unified,
     "glm46v": _glm46v,
     "granite_speech_plus": _granite_speech_plus,
+    "hyperclovax_vision_v2": _hyperclovax_vision_v2,
+    "llava_next_video": _llava_next_video,
+    "qianfan_ocr": _qianfan_ocr,
     "qwen3_asr": _qwen3_asr,
 }
 """Models by `model_type`."""

@@ -1,5 +1,8 @@
 """Towers of folders compute what transformers computes, from the tensors and settings as they were published."""
 
+import json
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +15,12 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.loading.media import plan_media
+from localinfer.models.checkpoint.families import WRAPPERS
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.media.encoder import MediaEncoder
-from localinfer.models.media.folder_media import FolderMedia, open_folder_media
+from localinfer.models.media.folder_media import FolderMedia, media_families, open_folder_media
 from localinfer.models.media.folder_settings import read_processor_settings
+from localinfer.models.media.folder_sound_towers import SOUND_TOWERS
 from localinfer.models.media.folder_towers import TOWER_FAMILIES, Tower, vision_settings
 from localinfer.models.media.patch_positions import Resize, encode_tiles, fewer, resized_table
 from localinfer.models.media.records import EncoderInput
@@ -24,6 +29,7 @@ from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.folder import CheckpointFolder, StoredTensor, open_folder
 from localinfer.types import FloatArray
 from tests.models.media.conftest import Folder, MediaFolders
+from tests.support.checkpoint_files import safetensors_bytes
 
 SEE = (
     "aya_vision cohere2_vision gemma3 gemma4 glm4v glm_ocr idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava"
@@ -177,6 +183,86 @@ def _names(folder: CheckpointFolder, name: str) -> TowerNames:
     return family.names(settings, vision_settings(settings, family))
 
 
+INTERNVL = (
+    (r"embeddings\.cls_token", "embeddings.class_embedding"),
+    (r"embeddings\.patch_embeddings\.projection", "embeddings.patch_embedding"),
+    (r"embeddings\.position_embeddings", "embeddings.position_embedding"),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"attention\.projection_layer", "attn.proj"),
+    (r"attention\.", "attn."),
+    (r"lambda_([12])", r"ls\1"),
+    (r"layernorm_before", "norm1"),
+    (r"layernorm_after", "norm2"),
+    (r"^vision_tower\.", "vision_model."),
+    (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2", "mlp1.3"),
+)
+"""Names of a folder that transformers writes as InternVL's own folders have them."""
+
+
+def _as_internvl_chat(folder: CheckpointFolder, target: Path) -> None:
+    """Write the towers of transformers' InternVL as InternVL's own folders are written."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for stored in folder.tensors:
+        name = stored.removeprefix("model.")
+        if name.startswith(("vision_tower.", "multi_modal_projector.")):
+            for written, own in INTERNVL:
+                name = re.sub(written, own, name)
+            tensors[name] = folder.array(stored)
+    for name in [name for name in tensors if "attn.q_proj" in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        tensors[name.replace("q_proj", "qkv")] = np.concatenate(parts)
+    picture = json.loads((folder.path / "processor_config.json").read_text())["image_processor"]
+    vision = dict(folder.config["vision_config"])
+    for key in ("image_size", "patch_size"):
+        vision[key] = vision[key][0]
+    config = {
+        "model_type": "internvl_chat",
+        "vision_config": vision,
+        "llm_config": folder.config["text_config"],
+        "force_image_size": 56,
+        "ps_version": "v2",
+        "max_dynamic_patch": picture["max_patches"],
+    }
+    kept = {key: picture[key] for key in ("image_mean", "image_std", "resample")}
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "preprocessor_config.json").write_text(json.dumps(kept | {"size": 56, "crop_size": 56}))
+    (target / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    shutil.copy(folder.path / "tokenizer.json", target)
+
+
+@pytest.mark.parametrize("name", sorted(set(WRAPPERS) - set(TOWER_FAMILIES) - set(SOUND_TOWERS)))
+def test_wrappers_whose_parts_do_not_run_are_named_on_one_line(name: str) -> None:
+    folder = Folder({"model_type": name})
+    with pytest.raises(UnsupportedFormatError, match=f"'{name}'.*its text runs") as caught:
+        media_families(folder, read_processor_settings(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_internvls_own_folders_are_read_as_those_of_transformers(
+    media_folders: MediaFolders, pool: ThreadPool, tmp_path: Path
+) -> None:
+    with open_folder(media_folders.path("internvl")) as source:
+        _as_internvl_chat(source, tmp_path)
+        written = _open(source)
+        assert written.pictures is not None
+        with open_folder(tmp_path) as folder:
+            own = _open(folder)
+            assert own.pictures is not None
+            encoders = [MediaEncoder(media.config, media.file, pool) for media in (written, own)]
+            for number in range(3):
+                picture = media_folders.picture("internvl", number)
+                found, wanted = own.pictures.lay_out(picture), written.pictures.lay_out(picture)
+                assert found.digest == wanted.digest
+                for entry in found.pieces:
+                    if isinstance(entry, EncoderInput):
+                        first, second = (encoder.encode(entry).copy() for encoder in encoders)
+                        assert first.tobytes() == second.tobytes()
+            for encoder in encoders:
+                encoder.close()
+
+
 def test_names_are_without_the_words_of_their_layout() -> None:
     bare = "vision_tower.encoder.layers.0.mlp.fc1.weight"
     for before in ("", "model.", "thinker.", "vlm.model."):
@@ -296,6 +382,13 @@ def test_pictures_wider_than_the_window_that_they_are_seen_whole_in_are_refused(
                 family.fields(tower)
         else:
             assert family.fields(tower)["merge"] == 3
+
+
+def test_the_manual_names_the_types_that_run() -> None:
+    manual = (Path(__file__).parents[3] / "docs" / "media.md").read_text(encoding="utf-8")
+    elsewhere = {"pixtral", "clip", "siglip", "siglip2", "paligemma"}
+    types = {name for name in (*TOWER_FAMILIES, *SOUND_TOWERS) if not name.endswith("_thinker")}
+    assert not {name for name in types - elsewhere if f"`{name}`" not in manual}
 
 
 def test_kept_rows_are_the_middle_of_the_tiles() -> None:
