@@ -158,9 +158,12 @@ def _tensor_digests(file: "ModelFile", progress: ProgressCallback | None) -> Ite
         hasher = hashlib.sha256(f"{record.type} {record.shape}".encode())
         if grouped is not None:
             for matrix in grouped:
-                for values in vars(matrix).values():
-                    if isinstance(values, np.ndarray):
-                        hasher.update(np.ascontiguousarray(values).view(np.uint8).data)
+                for part in (matrix.scales, matrix.zeros, matrix.groups):
+                    hasher.update(np.ascontiguousarray(part).tobytes())
+                num_rows, num_columns = matrix.shape
+                step = max(1, _READ_BYTES // max(1, num_columns))
+                for first in range(0, num_rows, step):
+                    hasher.update(matrix.read(np.arange(first, min(first + step, num_rows))).tobytes())
         else:
             for first in range(0, record.num_bytes, _READ_BYTES):
                 end = min(first + _READ_BYTES, record.num_bytes)

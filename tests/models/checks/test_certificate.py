@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from localinfer.apps.cli import main
@@ -11,6 +12,8 @@ from localinfer.errors import RequestError
 from localinfer.models import demo
 from tests.models.checks.certified_faults import certified, differences
 from tests.models.checks.planted_faults import FAULTS, plant
+from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
+from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
 SOME = sorted(FAULTS)[::8]
@@ -28,6 +31,24 @@ def test_planted_faults_show(fault: str, folder: Path, tmp_path: Path) -> None:
     assert compare(certificate, certificate) == []
     found = differences(certificate, plant(fault, tmp_path))
     assert found and all("\n" not in line for line in found)
+
+
+def test_codes_of_a_quantized_folder_are_certified(tmp_path: Path) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    codes = random_codes(np.random.default_rng(1), MODULES["self_attn.q_proj"])
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+
+    def written(name: str) -> Path:
+        weights = {**llama_weights(), **in_module(module, gptq_tensors(codes))}
+        del weights[f"{module}.weight"]
+        config = {**LLAMA_CONFIG, "quantization_config": settings}
+        return write_folder(tmp_path / name, weights, config, tokenizer=tokenizer_document())
+
+    whole = certify(str(written("whole")))
+    assert compare(whole, certify(str(written("again")))) == []
+    codes.codes[3, 5] ^= 1
+    told = [one.message for one in compare(whole, certify(str(written("changed"))))]
+    assert "tensor blk.0.attn_q.weight differs" in told[0] and "other logits" in told[1]
 
 
 def test_the_report_names_what_differs() -> None:
