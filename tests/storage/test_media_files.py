@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.apps.cli import main
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.engine.media import EmbeddingStore
@@ -93,9 +94,14 @@ def test_damaged_and_foreign_files_are_left_aside(tmp_path: Path) -> None:
         assert first.read_bytes() == whole
 
 
-def test_they_are_in_the_budget_and_deleted_with_the_cache(tmp_path: Path) -> None:
+def test_they_are_in_the_budget_and_shown_and_deleted_with_the_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert asked(tmp_path, two)
     folder = tmp_path / "conversations"
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.embedding"))
+    assert main(["cache", "--disk-cache-folder", str(tmp_path)]) == 0
+    assert f"embeddings of pictures and sounds: {size:,} bytes" in capsys.readouterr().out
     assert {Path(file.path).suffix for file in stored_files(folder)} == {".json", ".page", ".embedding"}
     clear(folder)
     assert not list(tmp_path.rglob("*.embedding"))
