@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localinfer.engine.cache.block_pool import default_kv_memory
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from localinfer.generation.chat.reply import TemplateFormats
-    from localinfer.loading.media import LoadedMedia
+    from localinfer.loading.media import LoadedMedia, MediaPlan
     from localinfer.models.load.loader import Model
     from localinfer.storage.fingerprint import ModelIdentity
     from localinfer.storage.prompt_cache import DiskOptions
@@ -89,7 +90,7 @@ def build_llm(checked: CheckedLoad) -> LLM:
             limits=given.limits,
             observer=observer,
             media=media,
-            describe=model_info,
+            describe=partial(model_info, encoders=None if media is None else options.media),
         )
         loads.callback(llm.close)
         if progress is not None:
@@ -188,10 +189,17 @@ def _identity(model: "Model", disk: "DiskOptions | None") -> "ModelIdentity | No
         return None
 
 
-def model_info(model: "Model", replies: "TemplateFormats | None", window: "KVEviction | None" = None) -> ModelInfo:
+def model_info(
+    model: "Model",
+    replies: "TemplateFormats | None",
+    window: "KVEviction | None" = None,
+    *,
+    encoders: "MediaPlan | None" = None,
+) -> ModelInfo:
     """Gather the facts of a loaded model, in some ten milliseconds.
 
-    replies: of its chat template, if it has one. window: what bounds its texts' keys and values.
+    replies: of its chat template, if it has one. window: what bounds its texts' keys and values. encoders: of pictures
+    and sounds.
     Raises: ClosedError once the model is closed.
     """
     config, file, template = model.config, model.file, model.chat_template
@@ -200,6 +208,8 @@ def model_info(model: "Model", replies: "TemplateFormats | None", window: "KVEvi
     plan = plan_memory(file, config, kv_type=model.kv_layout.kv_type)
     if window is not None:
         plan = replace(plan, kv_tokens=window.most_tokens)
+    if encoders is not None:
+        plan = plan.with_media(encoders.weight_bytes, encoders.buffer_bytes)
     name, trained = file.metadata.get("general.name"), file.metadata.get(f"{config.architecture}.context_length")
     source = None if template is None or template.source is None or template.is_fallback else template.source
     # A general form, which stands in for a missing template, says nothing about the model.

@@ -40,6 +40,7 @@ def image(value: Any) -> dict[str, Any]:
 
 def test_a_model_that_sees_says_so(llm: LLM, model: Path) -> None:
     assert "vision" in llm.capabilities and "vision" in llm.info.capabilities
+    assert llm.info.memory_bytes == localinfer.availability(model).memory_bytes
     for off in ("off", "auto"):
         path = model if off == "off" else None
         with localinfer.load(path, threads=1, mmproj=off, disk_cache=False) as blind:
