@@ -102,6 +102,9 @@ SHARED_LAYOUTS = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K, Layout.INT4_32, Layout.
 SHARED_PAIRED_LAYOUTS = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K)
 """The same where `isa.pairs_rows` too: zero points that differ between the rows take there what is saved."""
 
+WHOLE_LAYOUTS = (Layout.Q5_K, Layout.Q6_K)
+"""Layouts of five and six bits a code: a byte has a whole one and bits of another one where `isa.shares_bytes`."""
+
 CUDA_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.INT8_32)
 """Layouts that CUDA kernels read."""
 

@@ -138,9 +138,9 @@ IN_PAIRS = 16
 """Added to a TILE_FIELD's kind where two vectors after each other, with the columns c and c + 4 of sixteen rows, become
 one with both columns of rows 0 to 7, and one of rows 8 to 15."""
 IN_SHARED_BYTES = 32
-"""Added to a TILE_FIELD's kind where of every 32 bytes, whose lower nibbles are of other columns than their upper ones,
-the first 16 get all nibbles of the former columns and the second 16 those of the latter: lower ones from the first 16
-bytes, upper ones from the second, so that a byte has codes of two rows. This comes after `IN_PAIRS`."""
+"""Added to it where, after that, a byte gets codes of two rows (`packing.py`)."""
+FIVE_BITS, SIX_BITS = 13, 14
+"""Kinds without items, behind all other fields, that rearrange the codes of Q5_K and Q6_K (`packing.py`)."""
 
 CHECKSUM_LANES = 32
 """Words that a checksum is folded into: as many as four registers of eight hold, to hide how long a product takes."""

@@ -11,7 +11,14 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS, IN_SHARED_BYTES
+from localinfer.kernels.cpu.kernel_abi import (
+    CHECKSUM_LANES,
+    CHECKSUM_MULTIPLIER,
+    FIVE_BITS,
+    IN_PAIRS,
+    IN_SHARED_BYTES,
+    SIX_BITS,
+)
 from localinfer.kernels.cpu.memory import Arena, address, placed
 from localinfer.kernels.cpu.parameters import PACK_TILES
 from localinfer.kernels.cpu.program import ThreadPool
@@ -124,7 +131,11 @@ def _arranged(layout: Layout, field: tuple[int, ...], in_pairs: bool) -> tuple[i
 def fields_of(layout: Layout, in_pairs: bool, in_shared_bytes: bool) -> list[tuple[int, ...]]:
     """TILE_FIELD blocks of a layout, as products of `isa.pairs_rows` and `isa.shares_bytes` take it."""
     fields = [_with_steps(field) for field in _FIELDS[layout]]
-    return [_arranged(layout, field, in_pairs) for field in fields] if in_shared_bytes else fields
+    if not in_shared_bytes:
+        return fields
+    whole = {Layout.Q5_K: FIVE_BITS, Layout.Q6_K: SIX_BITS}
+    last = [(4, 0, 0, SIZES[layout].header_bytes, whole[layout], 0, 0)] if layout in whole else []
+    return [_arranged(layout, field, in_pairs) for field in fields] + last
 
 
 @cache

@@ -27,7 +27,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
             shift = 0 if layout is Layout.Q4_0 else 1
             dots = [tile.started_from(record, MINUS_8_SUM, shift) for record in records]
         else:
-            dots = tile.unsigned_starts(block, records)
+            dots = tile.unsigned_starts(block)
         for halves, again in tile.halves():
             for j in range(4):
                 tile.prefetch(block, sizes.unit_bytes, j, 4)
@@ -161,15 +161,19 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         column = b.mul(unit, emit.i64(64))
         scaled = None if emit.is_neon else _six_bit_scales(tile, header, pair, *(held or factors(header)))
         blocks = [b.mul(unit, emit.i64(2)), b.add(b.mul(unit, emit.i64(2)), emit.i64(1))]
-        first_bit = b.trunc(b.mul(pair, emit.i64(2)), I8 if emit.is_neon else I16)
+        first_bit = b.trunc(b.mul(pair, emit.i64(2)), I8 if tile.has_whole_codes else I16)
         for halves, again in tile.turns(range(2)):
             if tile.shares_bytes:
                 emit.barrier()
-            records = {half: tile.records(blocks[half]) for half in halves}
-            dots = {half: tile.unsigned_starts(blocks[half], records[half]) for half in halves}
+            dots = {half: tile.unsigned_starts(blocks[half]) for half in halves}
             for j in range(8):
                 tile.prefetch(unit, sizes.unit_bytes // 4, j, 8)
                 loaded = tile.load_codes(again(codes), j)
+                if tile.has_whole_codes:
+                    both = _five_bits(tile, loaded, tile.load_codes(again(fifth_bits), j), first_bit)
+                    for half in halves:
+                        dots[half] = tile.dot(dots[half], both[half], column, 32 * half + 4 * j)
+                    continue
                 fifth = None if fifth_bits is None else _bits_from(tile, again(fifth_bits), j, first_bit)
                 both = tile.nibbles(loaded, j)
                 for half in halves:
@@ -186,26 +190,30 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
                 found = scaled
             scales, minimums = found
             for half in halves:
-                totals = tile.add_dots(totals, dots[half], scales[half], records[half])
-                totals = tile.add_minimums(totals, minimums[half], records[half])
+                records = tile.records(blocks[half])
+                totals = tile.add_dots(totals, dots[half], scales[half], records)
+                totals = tile.add_minimums(totals, minimums[half], records)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(4), 1, totals, pair_body)
 
 
+def _five_bits(tile: Tile, loaded: Value, rest: Value, first: Value) -> tuple[Value, Value]:
+    """Codes of two blocks: of the former in the lower five bits, of the latter in the others and two bits of `rest`."""
+    emit, b, count = tile.emit, tile.emit.builder, loaded.type.count
+    if emit.is_neon:
+        moved = emit.shifted(rest, emit.splat(b.sub(I8(3), first), count))
+    else:
+        words = b.shl(b.zext(rest, vector(I16, count)), emit.splat_constant(I16, 3, count))
+        moved = b.trunc(b.lshr(words, emit.splat(b.zext(first, I16), count)), rest.type)
+    upper = b.and_(moved, emit.splat_constant(I8, 24, count))
+    return b.and_(loaded, emit.splat_constant(I8, 31, count)), emit.inserted(upper, loaded, 5)
+
+
 def _bits_from(tile: Tile, place: Value, vector_number: int, first: Value) -> Callable[[int], Value]:
     """Two bits of every byte of a vector, from one on that is no constant; returns what makes one a fifth bit."""
-    emit = tile.emit
-    bits = tile.load_codes(place, vector_number)
-    if not emit.is_neon:
-        shifted = _shifted(tile, bits, first)
-        return lambda number: tile.moved_bits(shifted, number, 1, 4)
-
-    def bit(number: int) -> Value:
-        distance = emit.splat(emit.builder.sub(I8(4 - number), first), bits.type.count)
-        return emit.builder.and_(emit.shifted(bits, distance), emit.splat_constant(I8, 16, bits.type.count))
-
-    return bit
+    shifted = _shifted(tile, tile.load_codes(place, vector_number), first)
+    return lambda number: tile.moved_bits(shifted, number, 1, 4)
 
 
 def _shifted(tile: Tile, codes: Value, distance: Value) -> Value:
@@ -221,6 +229,8 @@ def q6_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
 
     Each block has one scale per 16 columns.
     """
+    if tile.has_whole_codes:
+        return _q6_k_of_whole_codes(tile, super_block, totals)
     emit, b, sizes = tile.emit, tile.emit.builder, tile.sizes
     header, body = tile.parts(super_block)
     d = tile.floats(header)
@@ -261,6 +271,45 @@ def q6_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
+
+
+def _q6_k_of_whole_codes(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value]:
+    """The same of tiles whose bytes have whole codes, block by block."""
+    emit, b = tile.emit, tile.emit.builder
+    header, body = tile.parts(super_block)
+    d = tile.floats(header)
+    first_unit = b.mul(super_block, emit.i64(2))
+
+    def half_body(half: Value, totals: list[Value]) -> Sequence[Value]:
+        unit = b.add(first_unit, half)
+        codes = tile.at(body, half, 1536)
+        scales = tile.at(header, half, 128)
+        column = b.mul(unit, emit.i64(128))
+        # Sums are added in the order in which other tiles come to them.
+        for k, part in ((k, part) for first in range(2) for part in range(2) for k in (first, first + 2)):
+            records = [tile.record(row, b.add(b.mul(unit, emit.i64(4)), emit.i64(k))) for row in tile.rows]
+            for _, again in tile.turns([k]):
+                dots = [tile.started_from(record, MINUS_8_HALF + 4 * part, shift=2) for record in records]
+                place = again(codes)
+                for j in range(4 * part, 4 * part + 4):
+                    dots = tile.dot(dots, _six_bits(tile, place, j, k), column, 32 * k + 4 * j)
+                code = b.sext(tile.values(scales, I8, 32 + 16 * (2 * k + part)), tile.vector(I32))
+                totals = tile.add_dots(totals, dots, emit.mul(d, emit.to_float(code)), records)
+        return totals
+
+    return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
+
+
+def _six_bits(tile: Tile, place: Value, vector_number: int, block: int) -> Value:
+    """Codes of one of four blocks: the last one's are in the upper bits of the others'."""
+    emit, b = tile.emit, tile.emit.builder
+    where = ((128, 0), (64, 1024), (128, 64))
+    if block < 3:
+        loaded = tile.load_codes(place, vector_number, *where[block])
+        return b.and_(loaded, emit.splat_constant(I8, 63, loaded.type.count))
+    first, second, third = (tile.load_codes(place, vector_number, *one) for one in where)
+    upper = b.lshr(third, emit.splat_constant(I8, 2, third.type.count))
+    return emit.inserted(emit.inserted(upper, second, 4), first, 6)
 
 
 def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value]:

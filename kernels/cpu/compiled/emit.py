@@ -386,8 +386,15 @@ class Emitter:
         return self.join([self.call("llvm.aarch64.neon.ushl.v16i8", vector(I8, 16), part) for part in parts])
 
     def inserted(self, codes: Value, others: Value, distance: int) -> Value:
-        """Bytes whose upper `distance` bits stay, and whose lower ones are others' upper ones; only with NEON."""
-        return self.call(f"llvm.aarch64.neon.vsri.v{codes.type.count}i8", codes.type, [codes, others, I32(distance)])
+        """Bytes whose upper `distance` bits stay, and whose lower ones are others' upper ones."""
+        count, b = codes.type.count, self.builder
+        if not self.is_neon:
+            kept = b.and_(codes, self.splat_constant(I8, 256 - (256 >> distance), count))
+            return b.or_(kept, b.lshr(others, self.splat_constant(I8, distance, count)))
+        size = min(count, 16)
+        parts = [[self.lanes(one, start, size) for one in (codes, others)] for start in range(0, count, size)]
+        name = f"llvm.aarch64.neon.vsri.v{size}i8"
+        return self.join([self.call(name, part[0].type, [*part, I32(distance)]) for part in parts])
 
     # Integer dot products of four neighbouring bytes per int32 lane
 

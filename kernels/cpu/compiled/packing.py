@@ -19,7 +19,14 @@ from localinfer.kernels.cpu.compiled.memory import (
     store_u32,
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
-from localinfer.kernels.cpu.kernel_abi import CHECKSUM_LANES, CHECKSUM_MULTIPLIER, IN_PAIRS, IN_SHARED_BYTES
+from localinfer.kernels.cpu.kernel_abi import (
+    CHECKSUM_LANES,
+    CHECKSUM_MULTIPLIER,
+    FIVE_BITS,
+    IN_PAIRS,
+    IN_SHARED_BYTES,
+    SIX_BITS,
+)
 from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.numba import compose, entry, inline, op, outline
@@ -222,7 +229,11 @@ if isa.shares_bytes():
 
     @emitted(VOID, types.int64)
     def _share_bytes(emit: Emitter, address: Value) -> None:
-        """Transpose the nibbles of two registers, twice; upper ones become signed numbers, less 8, if products are."""
+        """Of every 32 bytes give the first 16 all codes of the columns of lower nibbles, the others those of upper ones.
+
+        Lower nibbles come from the first 16 bytes and upper ones from the others, so that a byte has codes of two rows.
+        Where products are of signed numbers, upper codes are stored less 8.
+        """
         b = emit.builder
         low, high, four = (emit.splat_constant(I8, value, 16) for value in (15, 240, 4))
         for place in range(0, 64, 32):
@@ -234,6 +245,44 @@ if isa.shares_bytes():
                     value = b.xor(value, emit.splat_constant(I8, 128, 16))
                 emit.store(value, address, place + offset, align=16)
 
+    def _bits(emit: Emitter, value: Value, start: int, count: int, target: int) -> Value:
+        """Bits of 64 bytes from `start` on, moved to `target`."""
+        b = emit.builder
+        moved = b.lshr(value, emit.splat_constant(I8, start, 64))
+        kept = b.and_(moved, emit.splat_constant(I8, (1 << count) - 1, 64))
+        return b.shl(kept, emit.splat_constant(I8, target, 64))
+
+    @emitted(VOID, *[types.int64] * 3)
+    def _whole_six_bits(emit: Emitter, first: Value, second: Value, third: Value) -> None:
+        """Vectors with nibbles of blocks 0 and 2, of blocks 1 and 3, and with the upper bits of all four.
+
+        A byte of them gets a code of block 0, 1 or 2, and above it two bits of one of block 3, the lowest first.
+        """
+        b, addresses = emit.builder, (first, second, third)
+        even, odd, upper = (emit.load(address, vector(I8, 64), align=32) for address in addresses)
+        lower = (_bits(emit, even, 0, 4, 0), _bits(emit, odd, 0, 4, 0), _bits(emit, even, 4, 4, 0))
+        rest = (_bits(emit, odd, 4, 2, 6), _bits(emit, odd, 6, 2, 6), _bits(emit, upper, 6, 2, 6))
+        for block, address in enumerate(addresses):
+            whole = b.or_(lower[block], _bits(emit, upper, 2 * block, 2, 4))
+            emit.store(b.or_(whole, rest[block]), address, align=32)
+
+    @emitted(VOID, *[types.int64] * 2)
+    def _whole_five_bits(emit: Emitter, fifth: Value, nibbles: Value) -> None:
+        """A vector with the fifth bits of eight blocks, and four with nibbles of blocks 2p and 2p + 1.
+
+        A byte of the latter gets a code of block 2p, and above it three bits of one of block 2p + 1, whose upper two are
+        bits 2p of the former.
+        """
+        b = emit.builder
+        bits, rest = emit.load(fifth, vector(I8, 64), align=32), emit.zeros(I8, 64)
+        for pair in range(4):
+            both = emit.load(nibbles, vector(I8, 64), 512 * pair, align=32)
+            first = b.or_(_bits(emit, both, 0, 4, 0), _bits(emit, bits, 2 * pair, 1, 4))
+            emit.store(b.or_(first, _bits(emit, both, 4, 3, 5)), nibbles, 512 * pair, align=32)
+            upper = b.or_(_bits(emit, both, 7, 1, 0), _bits(emit, bits, 2 * pair + 1, 1, 1))
+            rest = b.or_(rest, b.shl(upper, emit.splat_constant(I8, 2 * pair, 64)))
+        emit.store(rest, fifth, align=32)
+
     @inline
     def _arrange(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
         """Put a field's vectors in pairs, and codes of two rows in a byte, if they are to be."""
@@ -242,6 +291,15 @@ if isa.shares_bytes():
                 for item in range(0, items, 2):
                     place = start + unit * unit_bytes + step * item
                     _pair_vectors(place, place + step)
+        for unit in range(units if kind == FIVE_BITS else 0):
+            for j in range(8):
+                place = start + unit * unit_bytes + 64 * j
+                _whole_five_bits(place, place + 512)
+        for half in range(2 * units if kind == SIX_BITS else 0):
+            start_of_half = start + half // 2 * unit_bytes + half % 2 * 1536
+            for j in range(8):
+                place = start_of_half + 128 * j
+                _whole_six_bits(place, start_of_half + 1024 + 64 * j, place + 64)
         if kind & IN_SHARED_BYTES:
             for unit in range(units):
                 for item in range(items):

@@ -130,7 +130,7 @@ class PairTile(Tile):
         words = b.sub(words, emit.splat_constant(I32, PAIR_BIAS, self.lanes))
         return b.shl(words, emit.splat_constant(I32, shift, self.lanes)) if shift else words
 
-    def unsigned_starts(self, block: Value, records: list[Any]) -> list[Value]:
+    def unsigned_starts(self, block: Value) -> list[Value]:
         return self.no_dots(block)
 
     def started_from(self, record: Any, field: int, shift: int = 0) -> Value:

@@ -21,7 +21,7 @@ from localinfer.kernels.cpu.compiled.emit import (
 )
 from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES
 from localinfer.kernels.jit import isa
-from localinfer.kernels.layouts import SHARED_LAYOUTS, SHARED_PAIRED_LAYOUTS, SIZES, Layout
+from localinfer.kernels.layouts import SHARED_LAYOUTS, SHARED_PAIRED_LAYOUTS, SIZES, WHOLE_LAYOUTS, Layout
 
 SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
 """Fields of an activation record."""
@@ -87,6 +87,8 @@ class Tile:
         """A byte has codes of two rows of weights, the upper of which is signed: see `nibbles`."""
         self.multiplies_both = self.shares_bytes and (count > 4 or self.has_pairs)
         """Both rows are of this tile, which multiplies with such bytes as they are."""
+        self.has_whole_codes = isa.shares_bytes() and layout in WHOLE_LAYOUTS
+        """A byte has a whole code of five or six bits, and bits of another one."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0
@@ -246,11 +248,11 @@ class Tile:
             return self.emit.zeros(I32, self.lanes)
         return self._from_scalar(I32(WHOLE), block, number)
 
-    def unsigned_starts(self, block: Value, records: list[Any]) -> list[Value]:
+    def unsigned_starts(self, block: Value) -> list[Value]:
         """Dot products of nothing, for codes 0..15 of `nibbles`."""
         if not self.shares_bytes:
             return self.no_dots(block)
-        return [self._shared_start(record) for record in records]
+        return [self._shared_start(record) for record in self.records(block)]
 
     def _shared_start(self, record: Any) -> Value:
         """The start of a dot product: of second rows at 8 * sum(x), since their codes are less 8, or 16 times that."""

@@ -19,7 +19,7 @@ from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import host_features
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.jit.numba import optimised
-from localinfer.kernels.layouts import CUDA_LAYOUTS, SHARED_LAYOUTS, Layout
+from localinfer.kernels.layouts import CUDA_LAYOUTS, SHARED_LAYOUTS, WHOLE_LAYOUTS, Layout
 from tests.bench.bench_assembly import COMMON
 from tests.kernels.cpu import run_pieces
 from tests.kernels.cpu.run_pieces import Piece, Tiles
@@ -76,7 +76,7 @@ _SOME_LAYOUTS = {
     "neon": (*_PAIRS, *_COMMON),
     "i8mm": (*_PAIRS, *_COMMON),
     "pairs": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
-    "shared bytes": SHARED_LAYOUTS,
+    "shared bytes": (*SHARED_LAYOUTS, *WHOLE_LAYOUTS),
     "windows on arm": _SPELLED,
     "apple": _SPELLED,
 }

@@ -29,7 +29,7 @@ from localinfer.kernels.cpu.weights import fields_of
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import target_features
 from localinfer.kernels.kv_layout import PAGE_TOKENS, SCALE_BLOCK
-from localinfer.kernels.layouts import SIZES, TILE_ROWS, Layout, is_float
+from localinfer.kernels.layouts import SIZES, TILE_ROWS, WHOLE_LAYOUTS, Layout, is_float
 from tests.kernels.cpu.tape_runs import linear, random_rows
 from tests.kernels.random_weights import random_weights
 
@@ -90,8 +90,7 @@ def _of_pairs(layout: Layout) -> tuple[NDArray[np.intp], NDArray[np.uint8]]:
     unit = SIZES[layout].unit_bytes
     places, flips = np.arange(unit), np.zeros(unit, np.uint8)
     row, byte = np.divmod(np.arange(64), 4)
-    both = (fields_of(layout, in_pairs, in_pairs) for in_pairs in (False, True))
-    for single, paired in zip(*both, strict=True):
+    for single, paired in zip(fields_of(layout, False, False), fields_of(layout, True, True), strict=False):
         _, _, items, start, kind, _, step = paired
         for item in range(0, items if kind & IN_PAIRS else 0, 2):
             for column in range(2):
@@ -107,18 +106,71 @@ def _of_products(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
     if isa.pairs_rows():
         places, flips = _of_pairs(layout)
         tile = tile[places] ^ flips
+    if layout in WHOLE_LAYOUTS:
+        return _with_whole_codes(layout, tile)
     return _shared(layout, tile) ^ _signs(layout, tile.size)
 
 
 def _of_single_rows(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """What `_of_products` takes."""
-    tile = _shared(layout, tile ^ _signs(layout, tile.size))
+    if layout in WHOLE_LAYOUTS:
+        tile = _without_whole_codes(layout, tile)
+    else:
+        tile = _shared(layout, tile ^ _signs(layout, tile.size))
     if isa.pairs_rows():
         places, flips = _of_pairs(layout)
         single = np.empty_like(tile)
         single[places] = tile ^ flips
         return single
     return tile
+
+
+def _vectors_of_codes(layout: Layout, tile: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+    """A copy of a tile, and what lies in it, by vector of columns: fifth bits and nibbles of Q5_K, thirds of Q6_K."""
+    units = tile.reshape(-1, SIZES[layout].unit_bytes).copy()
+    body = units[:, SIZES[layout].header_bytes :]
+    if layout is Layout.Q5_K:
+        return units, [body[:, 512 * part : 512 * (part + 1)] for part in range(5)]
+    halves = body.reshape(len(units), 2, 24, 64)
+    return units, [halves[:, :, 0:16:2], halves[:, :, 16:], halves[:, :, 1:16:2]]
+
+
+def _with_whole_codes(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A tile of Q5_K or Q6_K with whole codes in bytes, and bits of other ones."""
+    units, parts = _vectors_of_codes(layout, tile)
+    if layout is Layout.Q5_K:
+        fifth, rest = parts[0].copy(), np.zeros_like(parts[0])
+        for pair, nibbles in enumerate(parts[1:]):
+            second = nibbles >> 4 | (fifth >> 2 * pair + 1 & 1) << 4
+            nibbles[:] = nibbles & 15 | (fifth >> 2 * pair & 1) << 4 | second << 5
+            rest |= second >> 3 << 2 * pair
+        parts[0][:] = rest
+        return units.reshape(-1)
+    even, odd, upper = (part.copy() for part in parts)
+    codes = [even & 15 | (upper & 3) << 4, odd & 15 | (upper >> 2 & 3) << 4, even >> 4 | (upper >> 4 & 3) << 4]
+    last = odd >> 4 | upper >> 6 << 4
+    for block, part in enumerate(parts):
+        part[:] = codes[block] | last >> 2 * block << 6
+    return units.reshape(-1)
+
+
+def _without_whole_codes(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """What `_with_whole_codes` takes."""
+    units, parts = _vectors_of_codes(layout, tile)
+    if layout is Layout.Q5_K:
+        rest, fifth = parts[0].copy(), np.zeros_like(parts[0])
+        for pair, codes in enumerate(parts[1:]):
+            second = codes >> 5 | (rest >> 2 * pair & 3) << 3
+            fifth |= (codes >> 4 & 1) << 2 * pair | second >> 4 << 2 * pair + 1
+            codes[:] = codes & 15 | second << 4
+        parts[0][:] = fifth
+        return units.reshape(-1)
+    first, second, third = (part.copy() for part in parts)
+    last = first >> 6 | second >> 6 << 2 | third >> 6 << 4
+    parts[0][:] = first & 15 | third << 4
+    parts[1][:] = second & 15 | last << 4
+    parts[2][:] = (first >> 4 & 3) | (second >> 4 & 3) << 2 | (third >> 4 & 3) << 4 | last >> 4 << 6
+    return units.reshape(-1)
 
 
 def _codes(layout: Layout, size: int) -> NDArray[np.bool_]:
