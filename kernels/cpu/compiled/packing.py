@@ -229,7 +229,7 @@ if isa.shares_bytes():
 
     @emitted(VOID, types.int64)
     def _share_bytes(emit: Emitter, address: Value) -> None:
-        """Of every 32 bytes give the first 16 all codes of the columns of lower nibbles, the others those of upper ones.
+        """Of every 32 bytes give the first 16 all codes of columns of lower nibbles, the others those of upper ones.
 
         Lower nibbles come from the first 16 bytes and upper ones from the others, so that a byte has codes of two rows.
         Where products are of signed numbers, upper codes are stored less 8.
@@ -270,8 +270,8 @@ if isa.shares_bytes():
     def _whole_five_bits(emit: Emitter, fifth: Value, nibbles: Value) -> None:
         """A vector with the fifth bits of eight blocks, and four with nibbles of blocks 2p and 2p + 1.
 
-        A byte of the latter gets a code of block 2p, and above it three bits of one of block 2p + 1, whose upper two are
-        bits 2p of the former.
+        A byte of the latter gets a code of block 2p, and above it three bits of one of block 2p + 1, whose upper two
+        are bits 2p of the former.
         """
         b = emit.builder
         bits, rest = emit.load(fifth, vector(I8, 64), align=32), emit.zeros(I8, 64)
