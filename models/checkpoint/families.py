@@ -78,6 +78,7 @@ NOT_RUN_TYPES = named(
         RETRIEVES: "colmodernvbert",
         OWN_TEXT: _OWN_TEXT,
         "whose experts differ for words and for images": "ernie4_5_vl_moe ernie4_5_vl_moe_text",
+        "whose text model has an adapter (LoRA) for pictures and another one for sounds": "phi4_multimodal",
         CROSS_ATTENTION: "blip idefics mllama mllama_text_model",
         DIFFUSION: "Dream diffusion_gemma llada llada_moe rnd1 sdar sdar_moe",
         DRAFTS: "dflash eagle eagle3",

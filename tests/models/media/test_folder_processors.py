@@ -350,6 +350,19 @@ def test_sounds_that_an_adapter_hears_are_refused(settings: dict[str, Any], file
     assert folder_kinds(Folder({"model_type": "granite_speech", "has_lora_adapter": False})) == (False, True)
 
 
+def test_sounds_of_several_stretches_are_prepared_stretch_by_stretch() -> None:
+    """Audio Flamingo 3 hears ten minutes in stretches, each with a level of its own."""
+    folder = Folder({"model_type": "audioflamingo3"}, preprocessor_config={"chunk_length": 2, "feature_size": 16})
+    processor = read_sound_processor(folder)
+    sound = np.random.default_rng(5).standard_normal(5 * 16000).astype(np.float32)
+    whole = _inputs(processor.lay_out(sound))
+    apart = [_inputs(processor.lay_out(sound[start : start + 32000]))[0] for start in range(0, len(sound), 32000)]
+    assert [entry.num_rows for entry in whole] == [50, 50, 25]
+    assert all(np.array_equal(one.values, other.values) for one, other in zip(whole, apart, strict=True))
+    with pytest.raises(RequestError, match="600 s at most"):
+        processor.lay_out(np.zeros(601 * 16000, np.float32))
+
+
 def test_sounds_that_do_not_run_are_named() -> None:
     for settings, words in (({"sampling_rate": 8000}, "sampling_rate"), ({"dither": 0.1}, "dither")):
         with pytest.raises(UnsupportedFormatError, match=words):
