@@ -328,23 +328,23 @@ class ChatHistory:
         answered: Sequence["AnsweredChat"],
         salt: bytes,
     ) -> EncodedChat:
-        segments = self._render(messages, {**(variables or {}), "tools": tools})
+        values = {**(variables or {}), "tools": tools}
+        segments = self._render(messages, values)
         if begin is not None:
             segments = [*segments, *begin("".join(segment for segment, _ in segments))]
         text = "".join(segment for segment, _ in segments)
         closed = _closed_spans(segments)
-        with self._lock:
-            chats = [chat for chat in (*self._chats, *answered) if chat.prompt.salt == salt]
+        is_whole = self._media is not None and self._media.sees_whole(text)
+        with self._lock:  # rows of a former prompt that sees itself have not seen what came after them
+            chats = [chat for chat in (*self._chats, *answered) if chat.prompt.salt == salt and not is_whole]
         token_ids = self._reuse(text, segments, closed, chats, max_tokens)
         if token_ids is None:
             token_ids = np.array(self._encode(segments, max_tokens), np.int32)
         written = tuple(map(repr, messages))
         system_tokens = self._count_system_tokens(text, segments, messages, token_ids, salt)
         former = _answered_ids(written, messages, chats)
-        branches: tuple[int, ...] = ()
-        if self._finds_branches:
-            values = {**(variables or {}), "tools": tools}
-            branches = self._find_branches(text, segments, messages, token_ids, values, salt)
+        finds = self._finds_branches
+        branches = self._find_branches(text, segments, messages, token_ids, values, salt) if finds else ()
         media = () if self._media is None else self._media.runs(text)
         return EncodedChat(text, closed, token_ids, system_tokens, former, written, branches, salt, media)
 
@@ -395,10 +395,10 @@ class ChatHistory:
         return segments if media is None else media.with_markers(segments, messages)
 
     def _encode(self, segments: Segments, max_tokens: int | None = None) -> list[int]:
-        tokenizer = self._tokenizer
         ids = self._encode_segments(segments, max_tokens=max_tokens)
-        if tokenizer.adds_bos and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-            ids.insert(0, tokenizer.bos_token_id)
+        bos = self._tokenizer.bos_token_id if self._tokenizer.adds_bos else None
+        if bos is not None and ids[:1] != [bos] and not (self._media is not None and self._media.begins_whole(ids)):
+            ids.insert(0, bos)
         return ids
 
     def _encode_segments(

@@ -35,6 +35,7 @@ from localinfer.generation.chat.media_parts import (
     split_number,
 )
 from localinfer.generation.text_generation import EncodedPrompt
+from localinfer.generation.whole_prompts import WholeSight, framed, has_markers, whole_run
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.types import FloatArray
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 _MOST_KNOWN = 4096
 """Pictures and sounds whose layout is remembered; each takes some kilobytes."""
+_MOST_WHOLE = 64
+"""Prompts that see themselves whose runs are kept between their encoding and their use."""
 _MOST_PREPARED_BYTES = 128 << 20
 """Prepared pixels and features that are kept for their encoder, which reads a picture tile by tile."""
 
@@ -56,6 +59,8 @@ class MediaModel(Protocol):
 
     kinds: tuple[MediaKind, ...]
     """Kinds that it reads."""
+    whole: WholeSight | None
+    """Properties of a model whose prompts with pictures see themselves; None for others."""
     gives_vectors: bool
     """True if each picture becomes a vector beside those of texts, and none is part of a prompt."""
     pool: "ThreadPool"
@@ -225,6 +230,7 @@ class MediaReader:
         self._layouts: OrderedDict[tuple[bytes, str], _Layout] = OrderedDict()
         self._prepared: OrderedDict[tuple[bytes, str], tuple[PreparedMedia, tuple[str, ...]]] = OrderedDict()
         self._held: WeakValueDictionary[str, _Held] = WeakValueDictionary()
+        self._whole: OrderedDict[str, MediaRun] = OrderedDict()
 
     def read(self, sources: Sequence[MediaSource], salt: bytes = NO_SALT) -> list[ReadMedia]:
         """Make the markers of pictures and sounds readable, as long as the result is held.
@@ -262,11 +268,16 @@ class MediaReader:
             segments.append((part, parse_special) if isinstance(part, str) else (part.marker, False))
         if self._model.number_prefix:
             segments = list(self._numbered(segments))
-        bos = self._tokenizer.bos_token_id
-        first = [bos] if self._tokenizer.adds_bos and bos is not None else []
+        bos, is_whole = self._tokenizer.bos_token_id, self._model.whole is not None and bool(media)
+        first = [bos] if self._tokenizer.adds_bos and bos is not None and not is_whole else []
         runs = [run for one in media for run in one.held.runs]
+        if is_whole:
+            run = self._whole_run(segments)
+            ids, runs = run.ids.tolist(), [run]
+        else:
+            ids = self.encode_segments(segments, max_tokens=max_tokens)
         return EncodedPrompt(
-            [*first, *self.encode_segments(segments, max_tokens=max_tokens)],
+            [*first, *ids],
             len(first),
             media=named_runs(runs, media),
             notices=tuple(notice for one in media for notice in one.notices),
@@ -286,6 +297,34 @@ class MediaReader:
 
         Options: as of `Tokenizer.encode_segments`.
         """
+        text = "".join(part for part, _ in segments)
+        if self.sees_whole(text):
+            return [int(token_id) for token_id in self._whole_run(segments).ids]
+        return self._encode_pieces(segments, continues_run=continues_run, max_tokens=max_tokens)
+
+    def sees_whole(self, text: str) -> bool:
+        """True for a prompt, with markers, all of which sees itself."""
+        return self._model.whole is not None and has_markers(text)
+
+    def begins_whole(self, token_ids: Sequence[int]) -> bool:
+        """True for the ids of such a prompt, before which nothing belongs."""
+        return self._model.whole is not None and bool(token_ids) and token_ids[0] < 0
+
+    def _whole_run(self, segments: Segments) -> MediaRun:
+        """A prompt that sees itself, as one run; kept for `runs`, which the text of a prompt asks for."""
+        assert self._model.whole is not None, "prompts of this model see themselves"
+        text = "".join(part for part, _ in segments)
+        ids = self._encode_pieces(framed(segments, self._model.whole))
+        run = whole_run(ids, self._runs_of_pieces(text), self._model.whole, self._model.identity)
+        with self._lock:
+            self._whole[text] = run
+            while len(self._whole) > _MOST_WHOLE:
+                self._whole.popitem(last=False)
+        return run
+
+    def _encode_pieces(
+        self, segments: Segments, *, continues_run: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
         # Runtimes of GGUF files tokenize each text alone; processors of folders those between two runs as one.
         joins_texts = bool(self._model.tokens)
         texts: list[list[tuple[str, bool]]] = [[]]
@@ -374,7 +413,14 @@ class MediaReader:
         return replaced
 
     def runs(self, text: str) -> tuple[MediaRun, ...]:
-        """The runs of all pictures and sounds of a text with markers, in order."""
+        """The runs of all pictures and sounds of a text with markers, in order; of one that sees itself, its own."""
+        if self.sees_whole(text):
+            with self._lock:
+                known = self._whole.get(text)
+            return () if known is None else (known,)
+        return self._runs_of_pieces(text)
+
+    def _runs_of_pieces(self, text: str) -> tuple[MediaRun, ...]:
         found = (self._held.get(split_number(piece)[0]) for piece in split_at_markers(text))
         return tuple(run for one in found if one is not None for run in one.runs)
 

@@ -12,21 +12,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from localinfer.engine.media import Check, checked_lock
 from localinfer.errors import ContextLengthError, MissingPackageError, RequestError
 from localinfer.generation.chat.media_parts import CAPABILITIES, MediaKind
+from localinfer.generation.whole_prompts import WholeSight
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.jit.compile_ahead import compile_ahead
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.media.companion import find_companion
 from localinfer.models.media.encoder import MediaEncoder, read_mmproj
-from localinfer.models.media.folder_media import FolderMedia, open_folder_media
+from localinfer.models.media.folder_media import WHOLE_PROMPTS, FolderMedia, open_folder_media
 from localinfer.models.media.mmproj import MediaConfig
 from localinfer.models.media.picture_layouts import count_rows, lay_out, outline
 from localinfer.models.media.records import EncoderInput, PreparedMedia
 from localinfer.models.media.spectrograms import lay_out_sound
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.gguf.reader import read_gguf
 from localinfer.storage.fingerprint import WeightsFiles, program
 from localinfer.system.extras import require
@@ -157,9 +162,28 @@ def open_media(path: Path, model: "Model", memory: Path | None, progress: Progre
         text_size=config.hidden_size,
         context_length=config.context_length,
         gives_vectors=gives_vectors,
+        whole=None if parts is None else _whole_sight(parts, model),
         identity=identity,
         has_token=_token_finder(model),
     )
+
+
+def _whole_sight(parts: FolderMedia, model: "Model") -> WholeSight | None:
+    """Properties of a folder's model whose prompts with pictures see themselves; None for others."""
+    if parts.settings.model_type not in WHOLE_PROMPTS:
+        return None
+    architecture, name = find_architecture(model.config), "token_embd.weight"
+    scale = np.float32(architecture.embedding_scale)
+
+    def embed_words(ids: NDArray[np.int32]) -> FloatArray:
+        table = model.file.tensor(name)
+        rows = model.file.tensor_bytes(name).reshape(table.shape[0], -1)[ids]
+        found: FloatArray = dequantize(np.ascontiguousarray(rows), table.type, (ids.size, table.shape[1])) * scale
+        return found
+
+    windows = [window for window in architecture.windows if window]
+    most = min([model.config.context_length, *windows])
+    return WholeSight(parts.settings.token("bos_token", "<bos>"), "\n", embed_words, most)
 
 
 class LoadedMedia:
@@ -176,12 +200,14 @@ class LoadedMedia:
         text_size: int,
         context_length: int,
         gives_vectors: bool = False,
+        whole: WholeSight | None = None,
         identity: Callable[[], bytes],
         has_token: Callable[[str], bool],
     ) -> None:
         self.config = encoder.config
         self.kinds = _kinds(self.config)
         self.gives_vectors = gives_vectors
+        self.whole = whole
         self._encoder = encoder
         self._folder = folder
         self.tokens: dict[MediaKind, str] = {}

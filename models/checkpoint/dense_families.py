@@ -55,7 +55,16 @@ def _gemma(settings: Settings) -> Metadata:
     """Its class reads `hidden_act`, whose "gelu" is the tanh form, and no other key."""
     if settings.text("hidden_act", GELU_TANH[0]) not in GELU_TANH:
         raise settings.unsupported("hidden_act", f"gemma models with {GELU_TANH[0]!r}")
-    return {}
+    return _picture_tokens(settings)
+
+
+def _picture_tokens(settings: Settings) -> Metadata:
+    """The rows of a picture in PaliGemma, whose settings of the text model say it."""
+    num_tokens = settings.integer("num_image_tokens", 0, low=0)
+    if num_tokens:
+        # Of prompts with pictures, which see themselves where there are some.
+        settings.mark_read(("use_bidirectional_attention",))
+    return {"num_picture_tokens": num_tokens or None}
 
 
 def _gemma2(settings: Settings) -> Metadata:
@@ -63,6 +72,7 @@ def _gemma2(settings: Settings) -> Metadata:
         "attention.scale": settings.number("query_pre_attn_scalar", low=MIN_SCALE) ** -0.5,
         "attn_logit_softcapping": settings.number("attn_logit_softcapping", 0.0),
         "final_logit_softcapping": settings.number("final_logit_softcapping", 0.0),
+        **_picture_tokens(settings),
     }
 
 

@@ -67,6 +67,10 @@ def read_sampling(folder: CheckpointFolder) -> dict[str, object]:
 logger = logging.getLogger(__name__)
 
 _TYPES = {"F16": TensorType.F16, "BF16": TensorType.BF16, "F32": TensorType.F32}
+_TEMPLATE = "tokenizer.chat_template"
+_OF_ONE_PROMPT = ("paligemma",)
+_PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Template of models that were trained on one prompt and its answer, without marks of turns."""
 _COMPARED_BYTES = 1 << 22
 _WAY_OUT = "Download the folder again or choose another copy of the model."
 
@@ -144,6 +148,8 @@ class CheckpointModel(Closing):
         metadata |= reading_metadata(metadata, spelling)
         metadata |= prompt_metadata(metadata, folder.json("processor_config.json") or {}, spelling)
         self.metadata = metadata | quantization | self._read_tokenizer() | read_sampling(folder)
+        if folder.config.get("model_type") in _OF_ONE_PROMPT and _TEMPLATE not in self.metadata:
+            self.metadata |= {_TEMPLATE: _PLAIN_TEMPLATE}
         self._records = {name: self._record(planned) for name, planned in self._plan.items()}
         self.tensors = {name: found for name, found in self._records.items() if not _is_inner(name, parameters)}
         for name, derived in self._derived.items():

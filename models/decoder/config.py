@@ -113,6 +113,8 @@ class ModelConfig:
     """Width of the states that a draft model reads of its target, 0 for other models."""
     activation_sparsity: tuple[float, ...] = ()
     """See `block_config.activation_sparsity`."""
+    num_picture_tokens: int = 0
+    """Rows of a picture in a prompt that sees itself, as far as the model says."""
     num_deepstack_layers: int = 0
     """Number of the first layers after which a further part of a picture's embeddings is added."""
     takes_media: bool = False
@@ -243,6 +245,7 @@ class ModelConfig:
             windowed_head_dim=windowed[0],
             windowed_value_head_dim=windowed[1],
             num_shared_layers=blocks.num_shared_layers(reader, num_layers),
+            num_picture_tokens=reader.integer("num_picture_tokens", 0, low=0, high=MAX_CONTEXT),
             num_deepstack_layers=reader.integer("n_deepstack_layers", 0, low=0, high=num_layers),
             per_layer_size=blocks.per_layer_size(reader, tensor_shapes, num_layers),
             target_hidden_size=blocks.target_hidden_size(reader, tensor_shapes),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Activation, Pairing
@@ -288,6 +289,8 @@ GPT_FAMILY: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
 
 
 _GEMMA = Architecture(activation=Activation.GELU_TANH)
+_PROMPT_WORDS = 512
+"""Rows of a prompt beside those of its picture, where all see each other."""
 _GEMMA_FOUR_NORMS = replace(_GEMMA, attention_post_norm="post_attention_norm", feed_forward_post_norm="post_ffw_norm")
 
 
@@ -309,10 +312,17 @@ def _muse_glimmer(config: ModelConfig) -> Architecture:
     )
 
 
+def _paligemma_sight(config: ModelConfig) -> dict[str, Any]:
+    """PaliGemma (arXiv 2407.07726): a prompt with a picture sees itself, and one batch holds it with some words."""
+    num_tokens = config.num_picture_tokens
+    return {"picture_sight": SelfSight.ALL, "picture_rows": num_tokens + _PROMPT_WORDS if num_tokens else 0}
+
+
 def _gemma2(config: ModelConfig) -> Architecture:
     """Gemma 2 (arXiv 2408.00118): pre- and post-norms, a sliding window in every other layer, soft caps."""
     return replace(
         _GEMMA_FOUR_NORMS,
+        **_paligemma_sight(config),
         embedding_scale=math.sqrt(config.hidden_size),
         attention_scale=_gemma_scale(config, layers_of_27b=46),
         windows=windows(config, period=2),
@@ -367,7 +377,7 @@ WINDOWED: dict[str, Architecture | Callable[[ModelConfig], Architecture]] = {
     "deci": LLAMA,
     "exaone4": _exaone4,
     # Gemma (arXiv 2403.08295): scaled embeddings and a GELU gate. GGUF stores the norms of this family as 1 + w.
-    "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size)),
+    "gemma": lambda config: replace(_GEMMA, embedding_scale=math.sqrt(config.hidden_size), **_paligemma_sight(config)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3n": lambda config: gemma_with_shared_keys(config, Blocks.GEMMA3N, period=5),

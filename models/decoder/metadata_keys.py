@@ -80,6 +80,7 @@ ARCHITECTURE_KEYS: dict[str, tuple[str, ...]] = {
     "kda.safe_gate": KIMI_DELTA,
     "logit_scale": (*_MUP, "cohere2", "cohere2moe", "command-r", "grok", "muse-glimmer"),
     "num_loops": ("nanbeige",),
+    "num_picture_tokens": ("colpali", "gemma", "gemma2"),
     **dict.fromkeys("late_interaction picture_before picture_behind query_before query_behind".split(), _LATE),
     **dict.fromkeys(("pooled_token_id", "pools_end_token"), ("clip-text",)),
     **dict.fromkeys(("lowers_texts", "padded_length", "pads_left", "strips_punctuation"), ("siglip-text",)),

@@ -34,7 +34,8 @@ from localinfer.types import FloatArray
 
 _ADAPTED = ("granite_speech", "granite_speech_plus")
 """Types whose class has an adapter beside the text model unless config.json says otherwise."""
-_WHOLE_PROMPTS = ("paligemma",)
+WHOLE_PROMPTS = ("paligemma",)
+"""Types in which all of a prompt with pictures sees itself in both directions."""
 
 TokenId = Callable[[str], int | None]
 """The number of a special token, by its text."""
@@ -66,7 +67,7 @@ def _families(settings: ProcessorSettings) -> tuple[TowerFamily | None, SoundTow
 
 
 def media_families(
-    folder: JsonFolder, settings: ProcessorSettings, *, takes_whole_prompts: bool = False
+    folder: JsonFolder, settings: ProcessorSettings
 ) -> tuple[TowerFamily | None, SoundTowerFamily | None]:
     """The families of a folder's towers, one of which is there. Raises: UnsupportedFormatError; CorruptFileError."""
     found = _families(settings)
@@ -82,25 +83,17 @@ def media_families(
             "config.json: has_lora_adapter says that an adapter (LoRA) changes the text model where there is sound, "
             "which this version does not do; its text runs. Choose a model of the family without an adapter."
         )
-    if settings.model_type in _WHOLE_PROMPTS and not takes_whole_prompts:
-        raise UnsupportedFormatError(
-            f"config.json: model_type is {settings.model_type!r:.60}, in whose prompts words see those behind "
-            "them, which this version does not compute with pictures; its text runs. Choose a model of another family."
-        )
     return found
 
 
-def open_folder_media(
-    folder: CheckpointFolder, token_id: TokenId | None, *, has_mrope: bool = False, takes_whole_prompts: bool = False
-) -> FolderMedia:
+def open_folder_media(folder: CheckpointFolder, token_id: TokenId | None, *, has_mrope: bool = False) -> FolderMedia:
     """Read a folder's processors and towers; the folder stays the caller's, who keeps it open while weights are read.
 
-    token_id: of the tokenizer; None for a plan, which reads no rows. takes_whole_prompts: the caller lets all of a
-    prompt with pictures see itself in both directions, as PaliGemma does. Raises: UnsupportedFormatError, on one line,
-    for a family that neither sees nor hears here; CorruptFileError naming a setting or tensor.
+    token_id: of the tokenizer; None for a plan, which reads no rows. Raises: UnsupportedFormatError, on one line, for a
+    family that neither sees nor hears here; CorruptFileError naming a setting or tensor.
     """
     settings = read_processor_settings(folder)
-    seeing, hearing = media_families(folder, settings, takes_whole_prompts=takes_whole_prompts)
+    seeing, hearing = media_families(folder, settings)
     towers: list[TowerNames] = []
     extra: dict[str, tuple[str, Change | None]] = {}
     made: dict[str, FloatArray] = {}

@@ -135,6 +135,8 @@ class FakeModel:
     kinds = ("image",)
     identity = preparation = b"fake"
     number_prefix = ""
+    whole = None
+    gives_vectors = False
     tokens: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:

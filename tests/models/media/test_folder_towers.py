@@ -50,7 +50,7 @@ def pool() -> Iterator[ThreadPool]:
 
 def _open(folder: CheckpointFolder) -> FolderMedia:
     tokenizer = Tokenizer.from_metadata(read_tokenizer(folder, 416))
-    return open_folder_media(folder, tokenizer.token_id, takes_whole_prompts=True)
+    return open_folder_media(folder, tokenizer.token_id)
 
 
 def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
@@ -62,13 +62,12 @@ def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
 @pytest.mark.parametrize("name", SEE)
 def test_embeddings_are_the_references(media_folders: MediaFolders, pool: ThreadPool, name: str) -> None:
     reference = media_folders.reference(name)
-    # Whole prompts that see themselves are no prompts here.
-    plan = None if name in ("paligemma", "colpali") else plan_media(media_folders.path(name))
+    plan = plan_media(media_folders.path(name))
     with open_folder(media_folders.path(name)) as folder:
         media = _open(folder)
         assert media.pictures is not None
         encoder = MediaEncoder(media.config, media.file, pool)
-        assert plan is None or plan.weight_bytes == encoder.weight_bytes
+        assert plan.weight_bytes == encoder.weight_bytes
         for label, numbers in (("one", (0,)), ("two", (1, 2))):
             if f"{label}.image_embeddings" not in reference:
                 continue
@@ -325,12 +324,6 @@ def test_marks_are_those_of_the_tokenizer_and_of_the_layout(media_folders: Media
             _open(folder)
 
 
-def test_prompts_that_see_themselves_are_refused_unless_the_caller_takes_them(media_folders: MediaFolders) -> None:
-    refused = pytest.raises(UnsupportedFormatError, match="its text runs")
-    with open_folder(media_folders.path("paligemma")) as folder, refused:
-        open_folder_media(folder, lambda text: None)
-
-
 def test_types_of_quantized_towers_are_refused() -> None:
     info = StoredTensor("tower.a.weight", "I8", (2, 2), 0, 4)
     names = TowerNames(("tower",), {"tower.a": To("v.a")})
@@ -386,7 +379,7 @@ def test_pictures_wider_than_the_window_that_they_are_seen_whole_in_are_refused(
 
 def test_the_manual_names_the_types_that_run() -> None:
     manual = (Path(__file__).parents[3] / "docs" / "media.md").read_text(encoding="utf-8")
-    elsewhere = {"pixtral", "clip", "siglip", "siglip2", "paligemma"}
+    elsewhere = {"pixtral", "clip", "siglip", "siglip2", "colpali", "colqwen2"}
     types = {name for name in (*TOWER_FAMILIES, *SOUND_TOWERS) if not name.endswith("_thinker")}
     assert not {name for name in types - elsewhere if f"`{name}`" not in manual}
 
