@@ -137,10 +137,9 @@ def activation_row_bytes(num_columns: int) -> int:
 IN_PAIRS = 16
 """Added to a TILE_FIELD's kind where two vectors after each other, with the columns c and c + 4 of sixteen rows, become
 one with both columns of rows 0 to 7, and one of rows 8 to 15."""
-IN_SHARED_BYTES = 32
-"""Added to it where, after that, a byte gets codes of two rows (`packing.py`)."""
-FIVE_BITS, SIX_BITS = 13, 14
-"""Kinds without items, behind all other fields, that rearrange the codes of Q5_K and Q6_K (`packing.py`)."""
+FIVE_BITS, SIX_BITS, BYTE_PLANES, IN_SHARED_BYTES = 13, 14, 15, 32
+"""Kinds without items, behind all other fields, that rearrange Q5_K, Q6_K and IQ4_XS; added to a kind where a byte gets
+codes of two rows after that (`packing.py`)."""
 
 CHECKSUM_LANES = 32
 """Words that a checksum is folded into: as many as four registers of eight hold, to hide how long a product takes."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.kernel_abi import (
+    BYTE_PLANES,
     CHECKSUM_LANES,
     CHECKSUM_MULTIPLIER,
     FIVE_BITS,
@@ -133,9 +134,9 @@ def fields_of(layout: Layout, in_pairs: bool, in_shared_bytes: bool) -> list[tup
     fields = [_with_steps(field) for field in _FIELDS[layout]]
     if not in_shared_bytes:
         return fields
-    whole = {Layout.Q5_K: FIVE_BITS, Layout.Q6_K: SIX_BITS}
-    last = [(4, 0, 0, SIZES[layout].header_bytes, whole[layout], 0, 0)] if layout in whole else []
-    return [_arranged(layout, field, in_pairs) for field in fields] + last
+    fields = [_arranged(layout, field, in_pairs) for field in fields]
+    last = {Layout.Q5_K: [FIVE_BITS], Layout.Q6_K: [SIX_BITS], Layout.IQ4_XS: [BYTE_PLANES]}.get(layout, [])
+    return fields + [(4, 0, 0, SIZES[layout].header_bytes, kind, 0, 0) for kind in last]
 
 
 @cache

@@ -40,6 +40,15 @@ def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     # NEON's registers do not hold them beside the sums.
     held = None if emit.is_neon else scale_codes(header)
 
+    def block_body_of_planes(index: Value, totals: list[Value]) -> Sequence[Value]:
+        # Of eight rows the sums leave no register for it.
+        factor = d if tile.num_rows < 8 else tile.floats(emit.opaque(header, index))
+        scale = emit.mul(factor, _scale_of_planes(tile, header, index))
+        return _iq4_block(tile, b.add(first, index), tile.at(body, index, 256), scale, 0, totals)
+
+    if tile.has_byte_planes:
+        return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body_of_planes)
+
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
         high, low = held or scale_codes(emit.opaque(header, index))
         twice = b.trunc(b.mul(index, emit.i64(2)), I32)
@@ -51,6 +60,25 @@ def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
         return _iq4_block(tile, b.add(first, index), codes, scale, tile.sizes.unit_bytes // 8, totals)
 
     return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
+
+
+def _scale_of_planes(tile: Tile, header: Value, index: Value) -> Value:
+    """Six bits less 32 of a block of IQ4_XS, as float32, from planes with the bytes of sixteen rows."""
+    emit, b = tile.emit, tile.emit.builder
+
+    def field(offset: int, bits: int, target: int) -> Value:
+        per_byte = 8 // bits
+        place = tile.at(header, b.udiv(index, emit.i64(per_byte)), 16)
+        codes = tile.some_bytes(place, offset)
+        start = b.trunc(b.mul(b.and_(index, emit.i64(per_byte - 1)), emit.i64(bits)), I8)
+        count = codes.type.count
+        if emit.is_neon:
+            moved = emit.shifted(codes, emit.splat(b.sub(I8(target), start), count))
+            return b.and_(moved, emit.splat_constant(I8, ((1 << bits) - 1) << target, count))
+        kept = b.and_(b.lshr(codes, emit.splat(start, count)), emit.splat_constant(I8, (1 << bits) - 1, count))
+        return b.shl(kept, emit.splat_constant(I8, target, count))
+
+    return emit.bytes_to_floats(b.or_(field(64, 4, 0), field(32, 2, 4)), tile.count, less=32)
 
 
 def _iq4_block(

@@ -357,10 +357,10 @@ class Emitter:
             ]
         return vectors
 
-    def bytes_to_floats(self, codes: Value, count: int) -> Value:
-        """The first `count` of unsigned bytes as float32; only with NEON.
+    def bytes_to_floats(self, codes: Value, count: int, less: int = 0) -> Value:
+        """The first `count` of unsigned bytes, less a number, as float32.
 
-        They become the last bits of 2**23, which is taken off again, because conversions take two turns.
+        They become the last bits of 2**23, which is taken off again, because NEON's conversions take two turns.
         """
         size = codes.type.count
         places = [place for lane in range(count) for place in (lane, size + lane)]
@@ -369,7 +369,7 @@ class Emitter:
         places = [place for lane in range(count) for place in (lane, count + lane)]
         upper = self.splat_constant(I16, 0x4B00, count)
         words = self.builder.shuffle_vector(pairs, upper, self.constants(I32, places))
-        return self.sub(self.bitcast(words, vector(F32, count)), self.splat_constant(F32, 2.0**23, count))
+        return self.sub(self.bitcast(words, vector(F32, count)), self.splat_constant(F32, 2.0**23 + less, count))
 
     def bytes_to_exponents(self, codes: Value, count: int) -> Value:
         """The first `count` of unsigned bytes as the exponents of float32, 2 ** (e - 127) or 0; only with NEON."""
@@ -381,9 +381,10 @@ class Emitter:
 
     def shifted(self, codes: Value, distances: Value) -> Value:
         """Bytes, each shifted left by its distance, or right where that is negative; only with NEON."""
-        starts = range(0, codes.type.count, 16)
-        parts = [[self.lanes(value, start, 16) for value in (codes, distances)] for start in starts]
-        return self.join([self.call("llvm.aarch64.neon.ushl.v16i8", vector(I8, 16), part) for part in parts])
+        size = min(codes.type.count, 16)
+        starts = range(0, codes.type.count, size)
+        parts = [[self.lanes(value, start, size) for value in (codes, distances)] for start in starts]
+        return self.join([self.call(f"llvm.aarch64.neon.ushl.v{size}i8", vector(I8, size), part) for part in parts])
 
     def inserted(self, codes: Value, others: Value, distance: int) -> Value:
         """Bytes whose upper `distance` bits stay, and whose lower ones are others' upper ones."""

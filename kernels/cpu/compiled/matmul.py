@@ -219,7 +219,7 @@ def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
 
 _BY_HALVES = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 """Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
-_PAIR_BY_HALVES = (Layout.Q4_K, Layout.IQ4_XS)
+_PAIR_BY_HALVES = (Layout.Q4_K,)
 """Those of which they do not hold what a pair of activation rows needs."""
 _BY_QUARTERS = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K)
 """Those of which they do not hold what four activation rows need of eight rows of weights."""

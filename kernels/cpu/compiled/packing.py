@@ -20,6 +20,7 @@ from localinfer.kernels.cpu.compiled.memory import (
 )
 from localinfer.kernels.cpu.compiled.pool import take_units
 from localinfer.kernels.cpu.kernel_abi import (
+    BYTE_PLANES,
     CHECKSUM_LANES,
     CHECKSUM_MULTIPLIER,
     FIVE_BITS,
@@ -283,6 +284,14 @@ if isa.shares_bytes():
             rest = b.or_(rest, b.shl(upper, emit.splat_constant(I8, 2 * pair, 64)))
         emit.store(rest, fifth, align=32)
 
+    @emitted(VOID, types.int64)
+    def _byte_planes(emit: Emitter, body: Value) -> None:
+        """Sixteen numbers of two bytes and sixteen of four, which lie before a body, to planes of one byte of all."""
+        for size, offset in ((2, -96), (4, -64)):
+            numbers = emit.load(body, vector(I8, 16 * size), offset, align=32)
+            planes = [size * row + byte for byte in range(size) for row in range(16)]
+            emit.store(emit.shuffle(numbers, planes), body, offset, align=32)
+
     @inline
     def _arrange(kind: int, start: int, units: int, unit_bytes: int, items: int, step: int) -> None:
         """Put a field's vectors in pairs, and codes of two rows in a byte, if they are to be."""
@@ -291,6 +300,8 @@ if isa.shares_bytes():
                 for item in range(0, items, 2):
                     place = start + unit * unit_bytes + step * item
                     _pair_vectors(place, place + step)
+        for unit in range(units if kind == BYTE_PLANES else 0):
+            _byte_planes(start + unit * unit_bytes)
         for unit in range(units if kind == FIVE_BITS else 0):
             for j in range(8):
                 place = start + unit * unit_bytes + 64 * j

@@ -89,6 +89,8 @@ class Tile:
         """Both rows are of this tile, which multiplies with such bytes as they are."""
         self.has_whole_codes = isa.shares_bytes() and layout in WHOLE_LAYOUTS
         """A byte has a whole code of five or six bits, and bits of another one."""
+        self.has_byte_planes = isa.shares_bytes() and layout is Layout.IQ4_XS
+        """Numbers of sixteen rows that scales are made of lie byte by byte."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0

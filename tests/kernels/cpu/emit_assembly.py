@@ -75,8 +75,8 @@ _SOME_LAYOUTS = {
     "generic": _PAIRS,
     "neon": (*_PAIRS, *_COMMON),
     "i8mm": (*_PAIRS, *_COMMON),
-    "pairs": (*_PAIRS, Layout.Q4_0, Layout.Q4_K),
-    "shared bytes": (*SHARED_LAYOUTS, *WHOLE_LAYOUTS),
+    "pairs": (*_PAIRS, *_COMMON),
+    "shared bytes": (*SHARED_LAYOUTS, *WHOLE_LAYOUTS, Layout.IQ4_XS),
     "windows on arm": _SPELLED,
     "apple": _SPELLED,
 }

@@ -108,6 +108,8 @@ def _of_products(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8]:
         tile = tile[places] ^ flips
     if layout in WHOLE_LAYOUTS:
         return _with_whole_codes(layout, tile)
+    if layout is Layout.IQ4_XS:
+        return _byte_planes(tile, are_planes=False)
     return _shared(layout, tile) ^ _signs(layout, tile.size)
 
 
@@ -115,6 +117,8 @@ def _of_single_rows(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.uint8
     """What `_of_products` takes."""
     if layout in WHOLE_LAYOUTS:
         tile = _without_whole_codes(layout, tile)
+    elif layout is Layout.IQ4_XS:
+        tile = _byte_planes(tile, are_planes=True)
     else:
         tile = _shared(layout, tile ^ _signs(layout, tile.size))
     if isa.pairs_rows():
@@ -170,6 +174,16 @@ def _without_whole_codes(layout: Layout, tile: NDArray[np.uint8]) -> NDArray[np.
     parts[0][:] = first & 15 | third << 4
     parts[1][:] = second & 15 | last << 4
     parts[2][:] = (first >> 4 & 3) | (second >> 4 & 3) << 2 | (third >> 4 & 3) << 4 | last >> 4 << 6
+    return units.reshape(-1)
+
+
+def _byte_planes(tile: NDArray[np.uint8], are_planes: bool) -> NDArray[np.uint8]:
+    """A tile of IQ4_XS with what its scales are made of byte by byte, or number by number again."""
+    units = tile.reshape(-1, SIZES[Layout.IQ4_XS].unit_bytes).copy()
+    for size, first in ((2, 32), (4, 64)):
+        numbers = units[:, first : first + 16 * size]
+        shape = (-1, size, 16) if are_planes else (-1, 16, size)
+        numbers[:] = numbers.reshape(shape).swapaxes(1, 2).reshape(numbers.shape)
     return units.reshape(-1)
 
 
