@@ -248,26 +248,20 @@ def q6_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
                 [tile.record(row, b.add(b.mul(unit, emit.i64(4)), emit.i64(k))) for row in tile.rows] for k in blocks
             ]
             for part in range(2):
-                for some, again in tile.turns(range(2)):
-                    field = MINUS_8_HALF + 4 * part
-                    dots = {
-                        index: [tile.started_from(record, field, shift=2) for record in records[index]]
-                        for index in some
-                    }
-                    for j in range(4 * part, 4 * part + 4):
-                        tile.prefetch(unit, sizes.unit_bytes // 2, 8 * first + j, 16)
-                        loaded = tile.load_codes(again(codes), j, nibbles_step, nibbles_place)
-                        upper = tile.load_codes(again(codes), j, 128, 64)
-                        both = tile.low(loaded), tile.high(loaded)
-                        for index in some:
-                            k = blocks[index]
-                            nibbles = b.or_(both[index], tile.moved_bits(upper, 2 * k, 3, 4))
-                            dots[index] = tile.dot(dots[index], nibbles, column, 32 * k + 4 * j)
-                    for index in some:
+                field = MINUS_8_HALF + 4 * part
+                dots = [[tile.started_from(record, field, shift=2) for record in one] for one in records]
+                for j in range(4 * part, 4 * part + 4):
+                    tile.prefetch(unit, sizes.unit_bytes // 2, 8 * first + j, 16)
+                    loaded = tile.load_codes(codes, j, nibbles_step, nibbles_place)
+                    upper = tile.load_codes(codes, j, 128, 64)
+                    for index, lower in enumerate((tile.low(loaded), tile.high(loaded))):
                         k = blocks[index]
-                        code = b.sext(tile.values(scales, I8, 32 + 16 * (2 * k + part)), tile.vector(I32))
-                        scale = emit.mul(d, emit.to_float(code))
-                        totals = tile.add_dots(totals, dots[index], scale, records[index])
+                        whole = b.or_(lower, tile.moved_bits(upper, 2 * k, 3, 4))
+                        dots[index] = tile.dot(dots[index], whole, column, 32 * k + 4 * j)
+                for index, k in enumerate(blocks):
+                    code = b.sext(tile.values(scales, I8, 32 + 16 * (2 * k + part)), tile.vector(I32))
+                    scale = emit.mul(d, emit.to_float(code))
+                    totals = tile.add_dots(totals, dots[index], scale, records[index])
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)

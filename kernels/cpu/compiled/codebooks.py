@@ -34,12 +34,6 @@ def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
         return _iq4_block(tile, unit, body, d, tile.sizes.unit_bytes, totals)
     first = b.mul(unit, emit.i64(8))
 
-    def scale_codes(address: Value) -> tuple[Value, Value]:
-        return b.zext(tile.values(address, I16, 32), tile.vector(I32)), tile.values(address, I32, 64)
-
-    # NEON's registers do not hold them beside the sums.
-    held = None if emit.is_neon else scale_codes(header)
-
     def block_body_of_planes(index: Value, totals: list[Value]) -> Sequence[Value]:
         # Of eight rows the sums leave no register for it.
         factor = d if tile.num_rows < 8 else tile.floats(emit.opaque(header, index))
@@ -49,8 +43,9 @@ def iq4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     if tile.has_byte_planes:
         return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body_of_planes)
 
+    high, low = b.zext(tile.values(header, I16, 32), tile.vector(I32)), tile.values(header, I32, 64)
+
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
-        high, low = held or scale_codes(emit.opaque(header, index))
         twice = b.trunc(b.mul(index, emit.i64(2)), I32)
         upper = b.and_(b.lshr(high, tile.splat(twice)), tile.constant(I32, 3))
         lower = b.and_(b.lshr(low, tile.splat(b.add(twice, twice))), tile.constant(I32, 15))
