@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 Prompt = Union[str, Sequence[int], "NDArray[np.integer]"]
 _Item = Union[str, Mapping[str, Any], "MediaSource"]
-_Embedded = Union[Prompt, _Item, Sequence[_Item], "EmbeddingInput"]
+_Embedded = Union[Prompt, _Item, Sequence[_Item], "EmbeddingInput", "EncodedPrompt"]
 _Ids = Union[Sequence[int], "NDArray[np.integer]"]
 Part = TypeVar("Part")
 

@@ -19,6 +19,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.media import MediaRun
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.chat.media_parts import MediaSource, read_media_part
+from localinfer.generation.text_generation import EncodedPrompt
 from localinfer.models.text.vocabulary import PREFIX
 
 if TYPE_CHECKING:
@@ -145,12 +146,14 @@ class InputReader:
         return self._model.tokenizer
 
     def read(self, prompt: Any, path: str, *, truncate: bool) -> EmbeddingInput:
-        """Read a text, token ids, a part or a list of parts; path: its place among the arguments.
+        """Read a text, token ids, an encoded prompt, a part or a list of parts; path: its place among the arguments.
 
         Raises: RequestError, ContextLengthError; MessageError for pictures and sounds that the model does not read.
         """
         if isinstance(prompt, EmbeddingInput):
             return prompt
+        if isinstance(prompt, EncodedPrompt):
+            return EmbeddingInput(self.checked(prompt.token_ids, media=prompt.media), tuple(prompt.media))
         parts = _parts(prompt, path)
         if parts is None:
             return self._text(prompt, truncate)

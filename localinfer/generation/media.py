@@ -83,6 +83,11 @@ class MediaModel(Protocol):
         ...
 
     @property
+    def alone(self) -> Mapping[MediaKind, str]:
+        """By kind that text with what stands around it in prompts that no template writes."""
+        ...
+
+    @property
     def capabilities(self) -> tuple[str, ...]:
         """Tasks of the model that come with the encoders."""
         ...
@@ -261,11 +266,16 @@ class MediaReader:
         `max_tokens`.
         """
         media = self.read([part for part in parts if isinstance(part, MediaSource)], salt)
-        segments = []
+        segments: list[tuple[str, bool]] = []
         for part in parts:
             if isinstance(part, str):
                 check_spells_none(part, "the prompt")
-            segments.append((part, parse_special) if isinstance(part, str) else (part.marker, False))
+                segments.append((part, parse_special))
+                continue
+            # What a chat template writes around it is missing here.
+            token = self._tokens.get(part.kind, "")
+            before, _, behind = self._model.alone[part.kind].partition(token) if token else ("", "", "")
+            segments += [(before, True), (part.marker, False), (behind, True)]
         if self._model.number_prefix:
             segments = list(self._numbered(segments))
         bos, is_whole = self._tokenizer.bos_token_id, self._model.whole is not None and bool(media)

@@ -211,9 +211,11 @@ class LoadedMedia:
         self._encoder = encoder
         self._folder = folder
         self.tokens: dict[MediaKind, str] = {}
+        self.alone: dict[MediaKind, str] = {}
         if folder is not None:
             processors: dict[MediaKind, Any] = {"image": folder.pictures, "audio": folder.sounds}
             self.tokens = {kind: one.token for kind, one in processors.items() if one is not None}
+            self.alone = {kind: one.alone for kind, one in processors.items() if one is not None}
         self.number_prefix = "" if folder is None or folder.pictures is None else folder.pictures.number_prefix
         self.pool = pool
         self._close = close

@@ -114,6 +114,8 @@ def test_pictures_are_numbered_over_the_whole_prompt_where_their_family_does(med
         kinds=("image",),
         tokens={"image": processor.token},
         number_prefix=processor.number_prefix,
+        alone={"image": processor.token},
+        whole=None,
         identity=b"",
         sees_itself=lambda piece: False,
         prepare=lambda kind, data, is_alone: (processor.lay_out(pictures[data], is_alone=is_alone), ()),
@@ -228,11 +230,13 @@ def test_a_folder_that_sees_is_loaded_with_its_towers(media_folders: MediaFolder
             blind.chat(_asked(picture))
 
 
-@pytest.mark.parametrize("name", ["paligemma"])
 def test_a_folder_whose_towers_do_not_run_answers_texts(
-    media_folders: MediaFolders, name: str, caplog: pytest.LogCaptureFixture
+    media_folders: MediaFolders, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with localinfer.load(media_folders.path(name), threads=1, disk_cache=False, context_length=64) as llm:
+    folder = shutil.copytree(media_folders.path("llava"), tmp_path / "vipllava")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "vipllava"}))
+    with localinfer.load(folder, threads=1, disk_cache=False, context_length=64) as llm:
         assert not {"vision", "audio"} & set(llm.capabilities)
         assert llm.complete("The cat", max_tokens=1, temperature=0).token_ids
     assert "reads text only: config.json: model_type" in caplog.text
