@@ -207,7 +207,13 @@ def _written(output: str | None, *, is_array: bool) -> Iterator[Callable[[int, i
             yield lambda *result: file.write(f"{line(*result)}\n".encode())
         return
     rows: list[Any] = []
-    yield lambda index, num_tokens, vector: rows.append(vector)
+
+    def keep(index: int, num_tokens: int, vector: Any) -> None:
+        if vector.ndim > 1:
+            raise RequestError("this model gives as many vectors as a text has tokens, which are no array; write JSON")
+        rows.append(vector)
+
+    yield keep
     content = io.BytesIO()
     np.save(content, np.stack(rows), allow_pickle=False)
     with OutputFile(output) as file:

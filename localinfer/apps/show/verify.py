@@ -387,7 +387,9 @@ def _output_findings(llm: "LLM") -> Iterator[Finding]:
     ids = (np.arange(size) * 7919 + 3) % info.vocab_size
     if "completion" not in info.capabilities:
         if "embeddings" in info.capabilities:
-            vectors = np.stack(llm.embed_many([ids, ids[: size // 2 + 1]], normalize=False))
+            found = llm.embed_many([ids, ids[: size // 2 + 1]], normalize=False)
+            # Of many vectors the last: of a text's last token.
+            vectors = np.stack([one.reshape(-1, one.shape[-1])[-1] for one in found])
             if _spread(vectors.T) < _LEAST_SPREAD:
                 yield Finding("output", f"two texts have the same vector: {again}", is_error=True)
         return

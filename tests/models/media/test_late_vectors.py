@@ -2,7 +2,9 @@
 
 import base64
 import io
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import localinfer
+from localinfer.apps.cli import main
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.errors import ContextLengthError, CorruptFileError, MessageError, RequestError
@@ -150,6 +153,22 @@ def test_prompts_are_those_of_the_processor() -> None:
     assert qwen["colqwen2.picture_before"] == "<|im_start|>user\n<|vision_start|>"
     with pytest.raises(CorruptFileError, match="visual_prompt_prefix"):
         prompt_metadata(model, {"visual_prompt_prefix": "Describe"}, {})
+
+
+def test_commands_take_models_of_many_vectors(
+    media_folders: MediaFolders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(media_folders.path("colpali"))
+    assert main(["show", "--verify", path]) == 0
+    assert "nothing wrong was found" in capfd.readouterr().out
+    assert main(["embed", path, "a cat", "--threads", "1"]) == 0
+    vectors = json.loads(capfd.readouterr().out.splitlines()[0])["embedding"]
+    assert len(vectors[0]) == 24 and len(vectors) > 10
+    assert main(["embed", path, "a cat", "a dog runs", "--threads", "1", "-o", str(tmp_path / "v.npy")]) != 0
+    said = capfd.readouterr().err
+    assert "which are no array; write JSON" in said and "Traceback" not in said and not (tmp_path / "v.npy").exists()
+    assert main(["rerank", path, "what", "a cat", "the dog", "--threads", "1"]) == 0
+    assert len(capfd.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.system
