@@ -59,7 +59,6 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "labelled").write_text('{"state": "It ran.", "expected": {"ran": true}}\n' * 4)
     (tmp_path / "fitted").write_text('{"ran": {"temperature": 2, "points": []}}')
     (tmp_path / "settings").write_text('[models.demo]\naliases = "small"\nthreads = 1\n')
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_THIS_TEST", "secret")
     monkeypatch.setattr("localinfer.storage.conversations.user_folder", lambda _: tmp_path / "state")
@@ -78,8 +77,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
 
     def fill(line: str) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
         if "{models}" in line:
-            (tmp_path / "models").mkdir()
+            (tmp_path / "models").mkdir(exist_ok=True)
             (tmp_path / "models" / "demo.gguf").write_bytes(Path(DEMO).read_bytes())
         if "{cert}" in line:
             places["cert"] = str(tmp_path / "demo.cert")
@@ -115,17 +115,18 @@ def test_good_values_of_quantize_are_taken(words, capfd):
         assert code == 0, errors
 
 
-@pytest.mark.parametrize(("command", "line"), cases(BAD))
-def test_bad_values_are_one_line_that_names_them(command, line, words, capfd):
-    given = words(line)
-    needs_prompt = command == "run" and "--prompt" not in given
-    assert main([command, *(["-p", "Hi"] if needs_prompt else []), *given]) == 2
-    captured = capfd.readouterr()
-    *before, error = captured.err.splitlines()
-    assert error.startswith("error: "), captured.err
-    assert [line for line in before if not line.startswith("listening on ")] == []
-    assert any(_named(word, error) for word in given if word not in (DEMO, "--serve", "--speculation")), error
-    assert captured.out == ""
+@pytest.mark.parametrize("command", list(dict(cases(BAD))))
+def test_bad_values_are_one_line_that_names_them(command, words, capfd):
+    for line in lines_of(BAD, command):
+        given = words(line)
+        needs_prompt = command == "run" and "--prompt" not in given
+        assert main([command, *(["-p", "Hi"] if needs_prompt else []), *given]) == 2, line
+        captured = capfd.readouterr()
+        *before, error = captured.err.splitlines()
+        assert error.startswith("error: "), (line, captured.err)
+        assert [said for said in before if not said.startswith("listening on ")] == [], line
+        assert any(_named(word, error) for word in given if word not in (DEMO, "--serve", "--speculation")), error
+        assert captured.out == "", line
 
 
 def _named(word: str, message: str) -> bool:

@@ -11,9 +11,9 @@ from tests.models.checkpoint.make_published import compute
 from tests.models.checkpoint.published_cases import CASES
 from tests.models.checkpoint.published_models import ROWS, normalized_error, read_logits
 
-IS_THERE = all(find_spec(name) for name in ("transformers", "torch"))
-"""Looked up: importing them takes seconds."""
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="transformers and torch are not installed")
+# Looked up: importing them takes seconds.
+if not all(find_spec(name) for name in ("transformers", "torch")):
+    pytest.skip("transformers and torch are not installed", allow_module_level=True)
 
 OF_EACH_CLASS = list({(case.config, case.model): name for name, case in CASES.items()}.values())
 
