@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "model-f16.gguf", folder / "model-q4.gguf")
     shutil.move(seeing_demo(folder / "encoders"), folder / "seeing.gguf")
     shutil.move(folder / "encoders" / "mmproj-demo-f16.gguf", folder / "mmproj-seeing.gguf")
-    write_clip(folder / "clip-vit-base-patch32")
+    write_clip(folder / "siglip2-base-patch16-224")
     write_colqwen(folder / "colqwen2-v1.0-hf")
     for name in ("page", "photo"):
         (folder / f"{name}.jpg").write_bytes(picture_file())
