@@ -21,6 +21,7 @@ from localinfer.kernels.versions import combined, installed_version, source_dige
 from localinfer.types import ProgressCallback
 
 SHARED_SOURCES = (
+    "kernels/ops/attention.py",
     "kernels/ops/elementwise.py",
     "kernels/kv_layout.py",
     "kernels/layouts.py",

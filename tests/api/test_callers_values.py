@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class PooledModel(FakeModel):
 
     pooling: Pooling = Pooling.MEAN
     has_dense: bool = False
+    file = SimpleNamespace(metadata={})
 
     def text_program(self, pooling: Pooling, max_rows: int) -> FakeProgram:
         return FakeProgram(self.program.vocab_size, self.program.logits_of, 5, 3)

@@ -15,7 +15,7 @@ from localinfer.kernels.cuda.compiled.quantize import store_quantized
 from localinfer.kernels.cuda.compiled.reductions import warp_sum
 from localinfer.kernels.cuda.compiled.weights import row_of, weight_of
 from localinfer.kernels.cuda.jit import inline, kernel, template
-from localinfer.kernels.ops import NUM_AXES
+from localinfer.kernels.ops.attention import NUM_AXES
 
 THREADS = 128
 
