@@ -56,7 +56,7 @@ class EmbeddingInput:
 
 
 @dataclass(frozen=True)
-class _TextRules:
+class TextRules:
     """Changes of texts by a model whose vector is of one certain row."""
 
     padded_length: int = 0
@@ -79,7 +79,7 @@ class _TextRules:
     """That id; None for the greatest one of the text."""
 
     @classmethod
-    def of_model(cls, metadata: Mapping[str, object]) -> "_TextRules":
+    def of_model(cls, metadata: Mapping[str, object]) -> "TextRules":
         """The rules of a model's metadata."""
         prefix = metadata.get("general.architecture")
 
@@ -136,7 +136,7 @@ class InputReader:
         self._model = model
         self._media = media
         self._reader = reader
-        self._rules = _TextRules.of_model(model.file.metadata)
+        self._rules = TextRules.of_model(model.file.metadata)
 
     @property
     def tokenizer(self) -> "Tokenizer":

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import localinfer
 from localinfer.engine.sampling.params import SamplingParams
-from localinfer.generation.pooling import TextPooler
+from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.types import ProgressCallback
 from tests.api.encoder_models import write_encoder
@@ -111,7 +111,11 @@ def test_a_decoder_ranks_on_a_gpu_as_on_the_cpu(gpus: list[Any], tmp_path: Path)
     pooled = []
     for device in ("cpu", "cuda:0"):
         with localinfer.load(path, device=device, kv_type="f32", **OPTIONS) as llm:
-            pooled.append(np.stack(TextPooler(engine_of(llm), model_of(llm)).pool(TEXTS, Pooling.RANK)))
+            pooled.append(
+                np.stack(
+                    TextPooler(engine_of(llm), model_of(llm)).pool([PooledText(text) for text in TEXTS], Pooling.RANK)
+                )
+            )
     np.testing.assert_allclose(pooled[1], pooled[0], rtol=0, atol=0.02 * np.abs(pooled[0]).max())
 
 
@@ -149,7 +153,7 @@ def test_experts_of_an_encoder_stay_on_the_cpu(gpus: list[Any], tmp_path: Path) 
     found = []
     for device in ({"device": "cpu"}, {"device": "cuda:0", "cpu_moe": True}):
         with localinfer.load(path, **options, **device) as llm:
-            found += TextPooler(engine_of(llm), model_of(llm)).pool(texts, Pooling.MEAN)
+            found += TextPooler(engine_of(llm), model_of(llm)).pool([PooledText(text) for text in texts], Pooling.MEAN)
     np.testing.assert_allclose(found[2:], found[:2], rtol=0, atol=0.02 * np.abs(found[0]).max())
 
 

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 from local_servers import MODEL, START_SECONDS, serving
 
@@ -107,7 +108,10 @@ def test_routes_can_be_left_out_and_vectors_given_per_token():
     with serving(settings) as running, running.client() as client:
         (per_token,) = asked(client, "/embedding", input=[5, 6, 7])
         assert len(per_token["embedding"]) == 3
-        assert client.post("/v1/embeddings", json={"input": [5, 6, 7]}).status_code == 400
+        (vectors,) = asked(client, "/v1/embeddings", input=[5, 6, 7])["data"]
+        assert np.shape(vectors["embedding"]) == np.shape(per_token["embedding"])
+        packed = {"input": [5, 6, 7], "encoding_format": "base64"}
+        assert client.post("/v1/embeddings", json=packed).status_code == 400
         for path in ("/slots", "/metrics"):
             assert client.get(path).json()["error"]["type"] == "not_supported_error"
         assert client.post("/slots/0?action=save", json={"filename": "x"}).status_code == 501

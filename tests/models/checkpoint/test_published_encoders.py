@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.generation.pooling import TextPooler
+from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.checks.quick import check_loaded
@@ -25,9 +25,9 @@ LARGEST_ERROR = 1e-9
 """What is left to the orders of sums: GELU's tanh form alone would make 1e-7 of it."""
 
 
-def num_first(model: Model) -> list[int] | None:
+def num_first(model: Model) -> int | None:
     """As the published implementation was asked: a pair, where there are types of tokens to tell its texts apart."""
-    return [NUM_FIRST] if model.num_token_types > 1 else None
+    return NUM_FIRST if model.num_token_types > 1 else None
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,7 +68,9 @@ def compare(path: Path, wanted: NDArray[np.float32]) -> None:
             assert llm.capabilities == ("rerank",)
             model = model_of(llm)
             assert len(model.labels) == len(wanted)
-            (found,) = TextPooler(engine_of(llm), model).pool([TOKEN_IDS], Pooling.RANK, num_first(model))
+            (found,) = TextPooler(engine_of(llm), model).pool(
+                [PooledText(TOKEN_IDS, num_first=num_first(model))], Pooling.RANK
+            )
             assert normalized_error(found, wanted) <= LARGEST_ERROR
             return
         assert llm.capabilities == ("embeddings",)

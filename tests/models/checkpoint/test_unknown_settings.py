@@ -11,6 +11,7 @@ import localinfer
 from localinfer.apps.quantize import quantize
 from localinfer.apps.show.describe import describe_file, render_text
 from localinfer.errors import UnsupportedFormatError
+from localinfer.generation.embedding_inputs import TextRules
 from localinfer.loading.options import model_path
 from localinfer.models import demo
 from localinfer.models.checkpoint.model import open_checkpoint
@@ -70,6 +71,13 @@ def test_no_fixture_raises_an_alarm_and_all_keys_read_are_listed() -> None:
         prefix = f"{skeleton['arch']}."
         found = asked.setdefault(skeleton["arch"], set())
         found |= {key.removeprefix(prefix) for key in watched.asked if key.startswith(prefix)}
+    for architecture in RUNNING:
+        # Of texts that are embedded, which the application reads.
+        watched = Watched({"general.architecture": architecture, f"{architecture}.late_interaction": True})
+        TextRules.of_model(watched)
+        prefix = f"{architecture}."
+        read = {key.removeprefix(prefix) for key in watched.asked if key.startswith(prefix)}
+        asked.setdefault(architecture, set()).update(read)
     together = set().union(*asked.values())
     assert together == READ_KEYS | set(ARCHITECTURE_KEYS), "the lists hold what is read, and nothing else"
     for key, users in ARCHITECTURE_KEYS.items():

@@ -14,7 +14,7 @@ from PIL import Image
 import localinfer
 from localinfer.errors import ContextLengthError, MessageError, RequestError
 from localinfer.generation.chat.media_parts import MediaSource
-from localinfer.generation.embedding_inputs import _TextRules
+from localinfer.generation.embedding_inputs import TextRules
 from localinfer.llm import LLM
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
 from tests.models.media.conftest import MediaFolders
@@ -171,13 +171,13 @@ def test_texts_are_filled_up_and_spelled_as_their_tokenizer_does() -> None:
         "PreTrainedTokenizerFast": ([1, 2, 9, 9, 9], "A  cat, sat!"),
     }
     for name, (ids, text) in sides.items():
-        rules = _TextRules.of_model(model | reading_metadata(model, {"tokenizer_class": name}))
+        rules = TextRules.of_model(model | reading_metadata(model, {"tokenizer_class": name}))
         assert rules.filled([1, 2]) == ids and rules.filled([1] * 7) == [1] * 7
         assert rules.spelled("A  cat, sat!") == text
     given = reading_metadata(model, {"tokenizer_class": "SiglipTokenizer", "padding_side": "left"})
-    assert _TextRules.of_model(model | given).filled([1]) == [9, 9, 9, 9, 1]
-    rules = _TextRules(pools_end=True, end_id=4)
+    assert TextRules.of_model(model | given).filled([1]) == [9, 9, 9, 9, 1]
+    rules = TextRules(pools_end=True, end_id=4)
     assert rules.ended(np.int32([0, 0, 3, 4, 5, 4])).token_ids.tolist() == [0, 0, 3, 4]
     assert rules.ended(np.int32([0, 0, 3, 4])).num_hidden == 2
     assert rules.ended(np.int32([3, 5])).token_ids.tolist() == [3, 5]
-    assert _TextRules(pools_end=True).ended(np.int32([3, 8, 5, 8])).token_ids.tolist() == [3, 8]
+    assert TextRules(pools_end=True).ended(np.int32([3, 8, 5, 8])).token_ids.tolist() == [3, 8]

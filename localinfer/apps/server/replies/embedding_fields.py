@@ -62,7 +62,7 @@ def _is_media(prompt: Sequence[int | str | MediaSource]) -> bool:
 def _has_parts(value: Any) -> bool:
     """True for a part, an object that holds some, and a list of parts."""
     if isinstance(value, list):
-        return any(isinstance(one, dict) for one in value)
+        return any(isinstance(one, dict) and _has_parts(one) for one in value)
     return isinstance(value, dict) and any(key in value for key in ("type", "content", "image", "text"))
 
 
