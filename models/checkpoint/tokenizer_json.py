@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 
 from localinfer.errors import TokenizerError
 from localinfer.models.checkpoint.families import config_levels
-from localinfer.models.text.encoders import GPT2_PATTERN, LONGEST_WORD, PRE_TOKENIZERS, TokenizerWarning
+from localinfer.models.text.encoders import (
+    CLIP_PATTERN,
+    GPT2_PATTERN,
+    LONGEST_WORD,
+    PRE_TOKENIZERS,
+    WORD_END,
+    TokenizerWarning,
+)
 from localinfer.models.text.normalizer import STEPS, keeps_spaces, replacement
 from localinfer.models.text.vocabulary import PREFIX, TokenType
 from localinfer.quant.checkpoint.folder import MAX_TOKENIZER_BYTES, CheckpointFolder
@@ -278,6 +285,8 @@ logger = logging.getLogger(__name__)
 _MAX_TOKENS = 1 << 22
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_NESTING = 16
+_CLIP_CONTROLS = r"<\|startoftext\|>|<\|endoftext\|>|"
+"""Before CLIP's pattern in folders of transformers 5; the step behind it cuts these texts as the pattern does."""
 _TEMPLATE = "tokenizer.chat_template"
 # GGUF has three keys for tokens that end a turn.
 _END_ROLES = ("eos", "eot", "eom")
@@ -308,6 +317,8 @@ class TokenizerJson:
             self.metadata |= self._separator()
         elif self._kind == "Unigram":
             self.metadata |= unigram(self._model, self._normalizers, self._pre_tokenizers, tokens)
+        elif self._ends_words:
+            self.metadata |= self._word_ends()
         elif any(step.get("type") == "ByteLevel" for step in self._pre_tokenizers):
             self.metadata |= self._byte_level()
         else:
@@ -376,8 +387,9 @@ class TokenizerJson:
         self._kind = model.get("type", "BPE" if "merges" in model else None)
         if self._kind not in ("BPE", "WordPiece", "Unigram"):
             raise unsupported(f"its model is {shown(self._kind, 40)}", "BPE, WordPiece or Unigram")
+        self._ends_words = self._kind == "BPE" and model.get("end_of_word_suffix") == WORD_END
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-            if model.get(key) and self._kind == "BPE":
+            if model.get(key) and self._kind == "BPE" and not (self._ends_words and key == "end_of_word_suffix"):
                 raise unsupported(f"its model has {key} {shown(model[key], 40)}", "none")
 
     def _read_ids(self) -> dict[str, int]:
@@ -425,6 +437,9 @@ class TokenizerJson:
         return tokens, types
 
     def _unknown_id(self) -> int | None:
+        if self._ends_words:
+            # It names the token that ends a text, and every byte has tokens.
+            return None
         if self._kind != "Unigram":
             return self.ids.get(str(self._model.get("unk_token")))
         found = self._model.get("unk_id")
@@ -441,6 +456,17 @@ class TokenizerJson:
             pairs.append((pair[0], pair[1]))
         check_whole((part for pair in pairs for part in pair), "model.merges")
         return pairs
+
+    def _word_ends(self) -> dict[str, object]:
+        """CLIP's: small letters, words without white space."""
+        steps = [step.get("type") for step in self._normalizers]
+        if steps != ["NFC", "Replace", "Lowercase"] or self._normalizers[1].get("pattern") != {"Regex": r"\s+"}:
+            raise unsupported(f"its normalizers are {shown(steps, 80)}", "NFC, merged white space and small letters")
+        patterns = [pattern for step in self._pre_tokenizers for pattern in _patterns(step)]
+        if patterns not in ([CLIP_PATTERN, GPT2_PATTERN], [_CLIP_CONTROLS + CLIP_PATTERN, GPT2_PATTERN]):
+            raise unsupported(f"it splits words by {shown(patterns, 300)}", "CLIP's rules, as its words end in </w>")
+        merges = [f"{left} {right}" for left, right in self._merges()]
+        return {f"{PREFIX}model": "clip", f"{PREFIX}pre": "gpt-2", f"{PREFIX}merges": merges}
 
     def _byte_level(self) -> dict[str, object]:
         for step in self._normalizers:

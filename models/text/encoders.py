@@ -412,6 +412,48 @@ class BytePairEncoder(SubwordEncoder):
         return [token_id for token_id in found if token_id is not None]
 
 
+WORD_END = "</w>"
+"""What the last symbol of a word has behind it in the tokens of CLIP."""
+CLIP_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+"""Pattern of words in CLIP; what it does not match, white space, is lost."""
+
+
+class WordEndEncoder(BytePairEncoder):
+    """Merges by rank inside words whose last symbol is marked, in small letters, as CLIP reads texts.
+
+    Texts are short: a long one is encoded as any other.
+    """
+
+    @cached_property
+    def _split(self) -> Callable[[str], list[str]]:
+        from tokenizers import Regex, normalizers, pre_tokenizers
+
+        written = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        words = pre_tokenizers.Split(Regex(CLIP_PATTERN), "removed", invert=True)
+        cut = pre_tokenizers.Sequence([words, pre_tokenizers.Split(Regex(GPT2_PATTERN), "isolated")])
+        return lambda text: [word for word, _ in cut.pre_tokenize_str(written.normalize_str(text))]
+
+    def encode_long(self, text: str, is_run_start: bool) -> Iterator[list[int]]:
+        """Yield the ids of plain text, all at once."""
+        yield self.encode(text, is_run_start)
+
+    def fewest_ids(self, text: str) -> int:
+        """Return 0: white space is lost."""
+        return 0
+
+    def token_bytes(self, token: str) -> bytes:
+        """Return the bytes a token stands for, with a space behind the end of a word."""
+        found = super().token_bytes(token.removesuffix(WORD_END))
+        return found + b" " if token.endswith(WORD_END) else found
+
+    def many_token_bytes(self, tokens: list[str]) -> list[bytes]:
+        return list(map(self.token_bytes, tokens))
+
+    def _encode_word(self, word: str) -> list[int]:
+        *symbols, last = word.encode("utf-8").decode("latin-1").translate(_TO_CHARACTER)
+        return self._ids_of(merge_by_rank([*symbols, last + WORD_END], self._ranks, self._separator))
+
+
 LONGEST_WORD = 100
 """Characters of a word in BERT's own code, in every published tokenizer.json of this kind; llama.cpp has no limit."""
 

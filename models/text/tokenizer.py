@@ -40,6 +40,7 @@ _ENCODERS: Registry[str, type[SubwordEncoder]] = Registry(
         "bpe": "localinfer.models.text.encoders:BytePairEncoder",
         "wordpiece": "localinfer.models.text.encoders:WordPieceEncoder",
         "unigram": "localinfer.models.text.unigram:UnigramEncoder",
+        "word_end": "localinfer.models.text.encoders:WordEndEncoder",
     }
 )
 # Answers of `ids_containing` that are kept; callers choose the texts.
@@ -56,10 +57,10 @@ _KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 class Tokenizer:
     """The tokenizer of one model file; threads may share it.
 
-    `kind` is "spm", "bpe", "wordpiece" or "unigram". `bos_token_id`, `eos_token_id` and `unknown_token_id` are None
-    where the vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says whether
-    `add_special` starts a sequence with the BOS token. `strips_space_at_start` says that the vocabulary puts a space
-    before a text, which decoding takes off again (or a text's own, where a folder puts none before that).
+    `kind` is "spm", "bpe", "wordpiece", "unigram" or "word_end". `bos_token_id`, `eos_token_id` and `unknown_token_id`
+    are None where the vocabulary has no such token; `eog_token_ids` are all ids that end a generation. `adds_bos` says
+    whether `add_special` starts a sequence with the BOS token. `strips_space_at_start` says that the vocabulary puts a
+    space before a text, which decoding takes off again (or a text's own, where a folder puts none before that).
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -54,7 +54,7 @@ _WAY_OUT = "Convert the model again with a current converter, or run it with tok
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # tokenizer.ggml.model -> how text becomes tokens.
-_KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece", "t5": "unigram"}
+_KINDS = {"llama": "spm", "gpt2": "bpe", "gemma4": "bpe", "bert": "wordpiece", "t5": "unigram", "clip": "word_end"}
 KINDS = frozenset(_KINDS)
 """Values of tokenizer.ggml.model whose vocabularies can be built."""
 _KNOWN_BUT_NOT_BUILT = dict(rwkv="RWKV", plamo2="PLaMo 2", hybriddna="DNA", whitespace="whitespace")
@@ -65,6 +65,7 @@ _DEFAULT_IDS: dict[str, dict[str, tuple[int, str]]] = {
     "wordpiece": {"bos": (101, "[CLS]"), "seperator": (102, "[SEP]"), "unknown": (100, "[UNK]")},
     "unigram": {"eos": (1, "</s>"), "unknown": (2, "<unk>")},
     "bpe": {},
+    "word_end": {},
 }
 # An id outside the vocabulary under these keys harms nothing: the model is never asked for them, or only to fill in,
 # and published files carry such ids.
@@ -189,7 +190,7 @@ def read_vocabulary(metadata: Mapping[str, object], told: UnitsCallback | None =
         )
     _make_control(end_of_generation, tokens, types)
     tell(3, _STEPS)
-    merge_texts = _merge_texts(metadata, ids, pre_tokenizer, tell) if kind == "bpe" else []
+    merge_texts = _merge_texts(metadata, ids, pre_tokenizer, tell) if kind in ("bpe", "word_end") else []
     tell(_STEPS, _STEPS)
     special_ids = _take_special(tokens, types, ids)
     flags = _flags(metadata)
