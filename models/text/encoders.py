@@ -413,7 +413,7 @@ class BytePairEncoder(SubwordEncoder):
 
 
 WORD_END = "</w>"
-"""What the last symbol of a word has behind it in the tokens of CLIP."""
+"""Mark behind the last symbol of a word in the tokens of CLIP."""
 CLIP_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 """Pattern of words in CLIP; what it does not match, white space, is lost."""
 

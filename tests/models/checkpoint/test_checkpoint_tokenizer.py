@@ -150,7 +150,7 @@ def test_ids_without_a_text_are_unused_and_added_ones_without_a_row_are_dropped(
     [
         (("model", "type"), "WordLevel", "its model is 'WordLevel'"),
         (("model", "dropout"), 0.1, "dropout 0.1"),
-        (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix"),
+        (("model", "end_of_word_suffix"), "<end>", "end_of_word_suffix"),
         (("model", "byte_fallback"), False, "neither byte-level nor has it byte_fallback"),
         (("model", "vocab"), {"a": -1}, "not a map of texts to ids"),
         (("model", "vocab"), {"a": 3, "b": 3}, "both have the id 3"),
