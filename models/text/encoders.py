@@ -450,8 +450,9 @@ class WordEndEncoder(BytePairEncoder):
         return list(map(self.token_bytes, tokens))
 
     def _encode_word(self, word: str) -> list[int]:
-        *symbols, last = word.encode("utf-8").decode("latin-1").translate(_TO_CHARACTER)
-        return self._ids_of(merge_by_rank([*symbols, last + WORD_END], self._ranks, self._separator))
+        symbols = list(word.encode("utf-8").decode("latin-1").translate(_TO_CHARACTER))
+        symbols[-1] += WORD_END
+        return self._ids_of(merge_by_rank(symbols, self._ranks, self._separator))
 
 
 LONGEST_WORD = 100
