@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
-from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
+from localinfer.engine.cache.block_hashes import NO_SALT, common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
@@ -90,7 +90,7 @@ class DecisionModel:
         forms = [form for question in questions.values() for form in _forms(checked_question(question), orders)]
         chats = [self._encode(request, asked, form.text, salt) for form in forms]
         probe = self._encode(request, asked, _PROBE, salt)
-        state_tokens = min(_shared(probe.token_ids, chat.token_ids) for chat in chats)
+        state_tokens = min(common_length(probe.token_ids, chat.token_ids) for chat in chats)
         prompt_tokens = state_tokens + sum(chat.token_ids.size - state_tokens for chat in chats)
         if on_encoded is not None:
             on_encoded(prompt_tokens)
@@ -139,7 +139,7 @@ class DecisionModel:
         if found is None:
             probe: Messages = [{"role": "user", "content": ""}]
             without, ids = (self._encode(request, probe, _PROBE, label=one).token_ids for one in ("", label))
-            begins = _shared(without, ids) == without.size
+            begins = common_length(without, ids) == without.size
             found = (
                 tuple(map(int, ids[without.size :]))
                 if begins
@@ -204,13 +204,6 @@ def _with_question(messages: Messages, question: str) -> Messages:
         return [*former, {**last, "content": f"{content}\n\n{question}" if content else question}]
     parts = content if isinstance(content, list | tuple) else [content]
     return [*former, {**last, "content": [*parts, {"type": "text", "text": f"\n\n{question}"}]}]
-
-
-def _shared(first: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Number of leading ids that two prompts share."""
-    most = min(first.size, other.size)
-    differs = np.flatnonzero(first[:most] != other[:most])
-    return int(differs[0]) if differs.size else most
 
 
 def _answer(question: Question, found: Iterator[tuple[_Form, NDArray[np.float64]]], orders: int) -> Answer:

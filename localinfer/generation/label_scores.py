@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import common_length
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.sequence import SequenceCache, forward
 from localinfer.engine.engine import Engine
@@ -233,9 +234,4 @@ def _filled(nodes: Sequence[_Node], width: int, room: int) -> Iterator[list[_Nod
 def _shared_length(texts: Iterable[TokenIds]) -> int:
     """Number of leading ids that texts share, at most all but the last of each."""
     first, *others = texts
-    length = first.size - 1
-    for other in others:
-        most = min(length, other.size - 1)
-        differs = np.flatnonzero(first[:most] != other[:most])
-        length = int(differs[0]) if differs.size else most
-    return length
+    return min((common_length(first[:-1], other[:-1]) for other in others), default=first.size - 1)
