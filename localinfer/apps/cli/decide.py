@@ -1,7 +1,6 @@
 """The `localinfer decide` command: typed questions about states, answered by probabilities, as rows of JSON."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.embed import model_for_texts
+from localinfer.apps.cli.embed import lines_of, model_for_texts, read_texts
 from localinfer.apps.cli.options import COUNT, devices_option, model_argument, option, threads_option
 from localinfer.apps.evaluate.texts import read_text
 from localinfer.errors import LocalinferError, RequestError
@@ -93,7 +92,7 @@ def decide_command(
         if fit is not None:
             _write_calibration(fit, found, method)
         return
-    wanted = _states(states, files)
+    wanted = [_state(text) for text in read_texts(states, files, "STATE")]
     with (
         model_for_texts(model, device, context_length, threads) as (llm, progress),
         _rows(output) as write,
@@ -146,19 +145,6 @@ def _json_file(file: str, name: str) -> Any:
         raise RequestError(f"{name}: {file} is not JSON ({error})") from None
 
 
-def _states(arguments: Sequence[str], files: Sequence[str]) -> list[Any]:
-    texts = [check_text(text, "STATE") for text in arguments]
-    for file in files:
-        texts += read_text(file, option="--file: ", encoding="utf-8-sig").splitlines()
-    if not arguments and not files:
-        if sys.stdin.isatty():
-            raise RequestError("there is no STATE; pass some, --file, or lines into standard input")
-        texts = check_text(sys.stdin.read(), "standard input").splitlines()
-    if not texts:
-        raise RequestError("there is no STATE: no line was read; pass at least one")
-    return [_state(text) for text in texts]
-
-
 def _state(text: str) -> Any:
     """A state as JSON, where it reads so; a number or a word of JSON is text."""
     if text.lstrip()[:1] in ("{", "[", '"'):
@@ -174,7 +160,7 @@ def _labelled(file: str, questions: "Mapping[str, Question]") -> list[tuple[Any,
     from localinfer.generation.decision_calibration import right_answer
 
     found = []
-    for number, line in enumerate(read_text(file, option="--examples: ", encoding="utf-8-sig").splitlines(), 1):
+    for number, line in enumerate(lines_of(read_text(file, option="--examples: ", encoding="utf-8-sig")), 1):
         try:
             value = json.loads(line)
         except ValueError as error:

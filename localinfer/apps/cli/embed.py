@@ -70,7 +70,7 @@ def embed_command(
     """
     from localinfer.system.files import check_output
 
-    wanted = _texts(texts, files, "TEXT")
+    wanted = read_texts(texts, files, "TEXT")
     is_array = output is not None and output.lower().endswith(".npy")
     if output is not None:
         check_output(output, inputs=(model, *files))
@@ -116,7 +116,7 @@ def rerank_command(
     1 unless --no-normalize is given, its index among those given, from 0, and its text.
     """
     check_text(query, "QUERY")
-    wanted = _texts(documents, files, "DOCUMENT")
+    wanted = read_texts(documents, files, "DOCUMENT")
     with model_for_texts(model, device, context_length, threads) as (llm, progress):
         report = with_time_left(progress)
         ranked = []
@@ -137,21 +137,21 @@ def rerank_command(
         click.echo(f"{score:.6f}\t{index}\t{text}")
 
 
-def _texts(arguments: Sequence[str], files: Sequence[str], what: str) -> list[str]:
+def read_texts(arguments: Sequence[str], files: Sequence[str], what: str) -> list[str]:
     """Arguments, then the lines of files; lines of standard input where there are none of both."""
     found = [check_text(text, what) for text in arguments]
     for file in files:
-        found += _lines(read_text(file, option="--file: ", encoding="utf-8-sig"))
+        found += lines_of(read_text(file, option="--file: ", encoding="utf-8-sig"))
     if not arguments and not files:
         if sys.stdin.isatty():
             raise RequestError(f"there is no {what}; pass some, --file, or lines into standard input")
-        found = _lines(check_text(sys.stdin.read(), "standard input"))
+        found = lines_of(check_text(sys.stdin.read(), "standard input"))
     if not found:
         raise RequestError(f"there is no {what}: no line was read; pass at least one")
     return found
 
 
-def _lines(text: str) -> list[str]:
+def lines_of(text: str) -> list[str]:
     """Lines as editors count them; an empty one is an empty text, so that results stay in step with a file's lines."""
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 

@@ -75,6 +75,14 @@ def test_each_state_and_question_is_a_row(
     assert [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] == rows
 
 
+def test_a_state_may_have_any_separator_but_a_line_feed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    states = ['{"ball": "gone\u2028away"}', "It is lost.\x0cIt is red."]
+    file = tmp_path / "states.txt"
+    file.write_text("".join(f"{state}\n" for state in states), encoding="utf-8")
+    rows = rows_of(capsys, "--ask", "Is it lost?", "-f", str(file))
+    assert len(rows) == 2 and rows == rows_of(capsys, "--ask", "Is it lost?", *states)
+
+
 def test_one_question_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     (yes,) = rows_of(capsys, "--ask", "Is it lost?", "The ball is gone.")
     (choice,) = rows_of(capsys, "--ask", "Who?", "--option", "Tom", "--option", "Lily", "The ball is gone.")
