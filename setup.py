@@ -1,12 +1,32 @@
-"""The one step of a build that pyproject.toml cannot say: write down which sources a wheel was made of."""
+"""Steps of a build that pyproject.toml cannot express: digests of the sources, a bill of materials, equal bytes.
 
+Two builds of the same sources give the same wheel and the same source archive: times, owners, modes and the order of
+files do not depend on when, where and by whom they are built.
+"""
+
+import gzip
+import hashlib
+import json
+import os
 import runpy
+import tarfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
-SOURCE_DIGESTS = runpy.run_path(str(Path(__file__).resolve().parent / "kernels" / "versions.py"))
+ROOT = Path(__file__).resolve().parent
+SOURCE_DIGESTS = runpy.run_path(str(ROOT / "kernels" / "versions.py"))
+LOCK = "pylock.toml"
+DEMO = "models/demo/demo-f16.gguf"
+
+os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")
+"""The time of all files in what is built: the first of January 1980, the earliest that a zip can hold."""
+os.umask(0o022)
 
 
 class BuildWithDigests(build_py):
@@ -34,4 +54,78 @@ class BuildWithDigests(build_py):
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-setup(cmdclass={"build_py": BuildWithDigests})
+class WheelWithMaterials(bdist_wheel):
+    """Adds the bill of materials to a wheel's metadata, in `sboms/` (PEP 770)."""
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        super().egg2dist(egginfo_path, distinfo_path)
+        folder = Path(distinfo_path) / "sboms"
+        folder.mkdir()
+        bill = bill_of_materials(self.distribution.get_version())
+        (folder / "localinfer.cdx.json").write_text(json.dumps(bill, indent=1) + "\n", encoding="utf-8")
+        # Copied files may have a checkout's modes.
+        for file in (found for top in (distinfo_path, self.bdist_dir) for found in Path(top).rglob("*")):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+
+
+class ArchiveOfEqualBytes(sdist):
+    """Writes the source archive without times, owners and modes of the machine."""
+
+    def make_archive(self, base_name: Any, format: str, root_dir: Any = None, base_dir: Any = None, **_: Any) -> str:
+        if format != "gztar":
+            raise SystemExit(f"a source archive is made as gztar, and {format} was asked for; leave out --formats")
+        path = f"{base_name}.tar.gz"
+        folder = Path(root_dir or ".")
+        with (
+            open(path, "wb") as raw,
+            gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for file in sorted(found for found in (folder / base_dir).rglob("*") if found.is_file()):
+                entry = tarfile.TarInfo(file.relative_to(folder).as_posix())
+                entry.size, entry.mtime, entry.mode = file.stat().st_size, int(os.environ["SOURCE_DATE_EPOCH"]), 0o644
+                with open(file, "rb") as source:
+                    archive.addfile(entry, source)
+        return path
+
+
+def bill_of_materials(version: str) -> dict[str, Any]:
+    """CycloneDX 1.6: the packages of a default install as they are locked, and the weights that the wheel carries."""
+    direct = {requirement_name(line) for line in settings()["project"]["dependencies"]}
+    components: list[dict[str, Any]] = []
+    for package in tomllib.loads((ROOT / LOCK).read_text(encoding="utf-8"))["packages"]:
+        purl = f"pkg:pypi/{package['name']}@{package['version']}"
+        component = {"type": "library", "bom-ref": purl, "name": package["name"], "version": package["version"]}
+        component |= {"purl": purl, "properties": [{"name": "marker", "value": package["marker"]}]}
+        components.append(component)
+    itself = f"pkg:pypi/localinfer@{version}"
+    wanted = [one["bom-ref"] for one in components if one["name"] in direct]
+    demo = {"type": "machine-learning-model", "bom-ref": DEMO, "name": Path(DEMO).name, "licenses": [license_of("MIT")]}
+    demo["hashes"] = [{"alg": "SHA-256", "content": hashlib.sha256((ROOT / DEMO).read_bytes()).hexdigest()}]
+    application = {"type": "application", "bom-ref": itself, "name": "localinfer", "version": version, "purl": itself}
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": application | {"licenses": [license_of("MIT")]}},
+        "components": [demo, *components],
+        "dependencies": [{"ref": itself, "dependsOn": [DEMO, *wanted]}],
+    }
+
+
+def license_of(name: str) -> dict[str, Any]:
+    return {"license": {"id": name}}
+
+
+def requirement_name(line: str) -> str:
+    """The normalized name in a requirement: what stands before its bounds."""
+    name = line.partition(">")[0].partition("[")[0].strip()
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def settings() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+setup(cmdclass={"bdist_wheel": WheelWithMaterials, "build_py": BuildWithDigests, "sdist": ArchiveOfEqualBytes})
