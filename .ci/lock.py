@@ -11,7 +11,7 @@ from pathlib import Path
 
 LOCK = Path(__file__).resolve().parents[1] / "pylock.toml"
 TAKEN = re.compile(
-    r"-(?:cp31[1-5]-(?:cp31[1-5]|abi3)|cp3\d?-abi3|cp3\d-abi3|py3-none|py2\.py3-none)-"
+    r"-(?:cp31[1-5]-cp31[1-5]|cp3\d{0,2}-abi3|(?:py2\.)?py3-none)-"
     r"(?:any|(?:manylinux|musllinux)\S*_(?:x86_64|aarch64)|macosx_\S+|win_amd64|win_arm64)\.whl"
 )
 HEAD = "# Packages of a default install: written by .ci/lock.py, installed by `uv pip install -r pylock.toml`.\n"

@@ -20,7 +20,7 @@ ROOTS = ("localinfer", "kernels", "models", "quant", "tests", "examples", "docs"
 PATH = re.compile(rf"(?:{'|'.join(map(re.escape, ROOTS))})/[\w./-]*|[a-z][\w/-]*/[a-z]\w*\.py")
 RECORDS = ("CHANGELOG.md", "tests/bench/RESULTS.md")
 """They name files as they were called at their time."""
-CHECKED_BY_SIGHT = {"git", "curl", "claude", "hf"}
+CHECKED_BY_SIGHT = {"git", "curl", "claude", "hf", "pipx", "sha256sum", "uv", "uvx"}
 """Programs of others, without arguments that this repository could check; `test_snippets.py` sends what curl does."""
 
 
@@ -157,9 +157,9 @@ def check_module(name: str, arguments: list[str]) -> None:
 def check_install(arguments: list[str]) -> None:
     """Pip installs this project, with extras that it has."""
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
-    assert arguments[0] == "install"
+    assert arguments[0] in ("install", "download")
     for word in arguments[1:]:
-        if word != "-e":
+        if word not in ("-e", "--dest", "--no-index", "--find-links", "bundle"):
             named = re.fullmatch(r"(?:\.|localinfer)(?:\[([\w,]+)\])?", word)
             assert named and set((named[1] or "dev").split(",")) <= extras.keys(), word
 
