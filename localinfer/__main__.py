@@ -32,6 +32,9 @@ def _run(answers: bool) -> int:
     except ModuleNotFoundError as error:
         return _tell_missing(error)
 
+    from localinfer.system import network_log
+
+    network_log.begin(next((word for word in sys.argv[1:] if not word.startswith("-")), "localinfer"))
     try:
         if answers:
             interruption.begin()

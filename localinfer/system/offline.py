@@ -42,21 +42,27 @@ _hooks: list[object] = []
 """The hook, once it was added: the interpreter tells nobody, and keeps it for good."""
 
 
+def is_on() -> bool:
+    """Return whether this process reaches nothing but this machine."""
+    return bool(_hooks)
+
+
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    if not event.startswith("socket."):
-        return
-    match event.removeprefix("socket."), arguments:
-        case "connect" | "sendto" | "sendmsg", (sock, address):
-            wanted = None if address is None or leads_here(sock.family, address) else address
-        case "getaddrinfo" | "gethostbyname" | "gethostbyaddr" | "getnameinfo", (host, *_):
-            wanted = None if needs_no_search(host) else host
-        case _:
-            return
-    if wanted is not None:
+    if event.startswith("socket.") and (wanted := leads_to(event, arguments)) is not None:
         raise OfflineError(
-            f"{_asking(sys._getframe(1))} wanted to reach {_shown(wanted)}, and only this machine may be reached "
+            f"{asking_module(sys._getframe(1))} wanted to reach {wanted}, and only this machine may be reached "
             f"(--offline, {VARIABLE}); leave that out to allow it"
         )
+
+
+def leads_to(event: str, arguments: tuple[Any, ...]) -> str | None:
+    """The name, or address and port, of another machine that an event of sockets is about; None if there is none."""
+    match event.removeprefix("socket."), arguments:
+        case "connect" | "sendto" | "sendmsg", (sock, address):
+            return None if address is None or leads_here(sock.family, address) else _shown(address)
+        case "getaddrinfo" | "gethostbyname" | "gethostbyaddr" | "getnameinfo", (host, *_):
+            return None if needs_no_search(host) else _shown(host)
+    return None
 
 
 def leads_here(family: int, address: Any) -> bool:
@@ -98,13 +104,13 @@ def _is_local_address(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def _asking(frame: FrameType | None) -> str:
+def asking_module(frame: FrameType | None) -> str:
     """The module that asked: the innermost that is neither Python's own nor a carrier."""
     first = "a library"
     while frame is not None:
         name = str(frame.f_globals.get("__name__", "")) or "a library"
         package = name.partition(".")[0]
-        if name != __name__ and package not in sys.stdlib_module_names:
+        if not name.startswith("localinfer.system.") and package not in sys.stdlib_module_names:
             if package not in _CARRIERS:
                 return name
             first = name if first == "a library" else first

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from localinfer.apps.cli import main
 from localinfer.errors import LocalinferError, OfflineError
-from localinfer.system import offline
+from localinfer.system import network_log, offline
 from tests.support.limits import seconds
 
 HERE = ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.8.9.10", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::"]
@@ -103,3 +104,55 @@ def test_a_command_says_that_the_hub_may_not_be_asked() -> None:
     command = [sys.executable, "-m", "localinfer", "--offline", "pull", "org/repo"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(30), check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--offline forbids asking the hub" in done.stderr
+
+
+LOGGED = """
+import socket, sys
+from localinfer.system import network_log, offline
+network_log.begin("pull")
+for address in [("192.0.2.1", 80), ("127.0.0.1", 9), ("192.0.2.1", 80)]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.connect(address)
+try:
+    socket.getaddrinfo("no-such-host.invalid", 443)
+except OSError:
+    pass
+offline.begin()
+try:
+    socket.getaddrinfo("refused.invalid", 443)
+except ConnectionError:
+    pass
+"""
+
+
+def test_what_commands_reach_is_recorded_once_each(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", LOGGED], timeout=seconds(30), check=True)
+    file = network_log.path()
+    assert file == tmp_path / "localinfer" / "network.jsonl"
+    found = network_log.read(file)
+    assert {(one.target, one.module, one.command, one.times) for one in found} == {
+        ("192.0.2.1:80", "__main__", "pull", 2),
+        ("no-such-host.invalid", "__main__", "pull", 2),
+    }
+    with open(file, "ab") as opened:
+        opened.write(b'{"target": "cut o')
+    network_log._write_merged(file)
+    assert file.read_bytes().count(b"\n") == 2 and network_log.read(file) == found
+    assert main(["doctor", "--network"]) == 0
+    shown = capsys.readouterr().out
+    assert "192.0.2.1:80" in shown and "no-such-host.invalid" in shown
+    file.unlink()
+    assert main(["doctor", "--network", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["reached"] == [] and facts["file"] == str(file) and facts["writable"]
+
+
+def test_a_program_that_imports_localinfer_has_no_hook(tmp_path) -> None:
+    program = "import localinfer, sys; localinfer.load; from localinfer.system import offline; print(offline.is_on())"
+    program += "; print('localinfer.system.network_log' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=seconds(60), check=True
+    )
+    assert done.stdout.split() == ["False", "False"]

@@ -12,12 +12,20 @@ from localinfer.terminal import Progress, has_colour
 
 @click.command("doctor")
 @flag("--json as_json", "Print one JSON object.")
-def doctor_command(as_json: bool) -> None:
+@flag("--network", "List the other machines that commands reached since localinfer was installed, and nothing else.")
+def doctor_command(as_json: bool, network: bool) -> None:
     """Check this machine, and say what would make it faster.
 
     CPU, threads, memory and its speed, GPU, caches, disk, models, configuration and versions. It takes a few seconds,
     and nothing is downloaded or changed.
     """
+    if network:
+        from localinfer.apps.doctor.network import network_facts, network_lines
+
+        found = network_facts()
+        for line in [json.dumps(found, indent=2)] if as_json else network_lines(found):
+            click.echo(line)
+        return
     from localinfer.apps.doctor.advice import advise
     from localinfer.apps.doctor.checks import CHECKS, run_checks
     from localinfer.apps.doctor.report import report_lines

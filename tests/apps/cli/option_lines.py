@@ -72,6 +72,7 @@ GOOD = {
     """,
     "sessions": """
         --json
+        --network --json
         show kept
         rename kept other
         delete kept
@@ -84,6 +85,7 @@ GOOD = {
     "list": """
         --all
         --json
+        --network --json
         --architectures --json
     """,
     "rm": "",
@@ -93,6 +95,7 @@ GOOD = {
     """,
     "doctor": """
         --json
+        --network --json
     """,
     "quantize": """
         {demo} {folder}/1.gguf --type q8_0 --method rtn --threads 1 --device cpu --text {text} --chunks 1
@@ -349,6 +352,7 @@ BAD = {
     """,
     "doctor": """
         --json=maybe
+        --network=maybe
     """,
     "quantize": """
         {demo} {folder}/x.gguf --type q99
