@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import runpy
 import shutil
 import tarfile
@@ -132,6 +133,14 @@ def test_the_lock_holds_what_pyproject_wants(locked):
     for wanted in direct_requirements():
         found = versions[canonicalize_name(wanted.name)]
         assert all(wanted.specifier.contains(version) for version in found), f"{wanted} but {found} is locked"
+
+
+def test_the_guide_says_what_each_package_is_for():
+    text = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w, -]+) \| .*\|$", text.partition("## What each package")[2].partition("\n## ")[0], re.M)
+    told = {canonicalize_name(name) for row in rows[1:] for name in row.split(", ")}
+    assert told == {canonicalize_name(one.name) for one in direct_requirements()}
+    assert f"its {len(direct_requirements())} packages" in text
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
