@@ -75,6 +75,23 @@ class Segment:
     take it; None for those that rows see otherwise. Windows then bound only what lies before a row."""
     key_starts: NDArray[np.int64] | None = None
     """[rows]: the first position that each row sees, with key_ends; None for 0."""
+    window_starts: NDArray[np.int64] | None = None
+    """[rows]: the position, of the segment and up to its own, from which on each row sees what its window no longer
+    holds, in ops that take key_ends; None for rows that see what their window holds."""
+
+    @property
+    def has_ranges(self) -> bool:
+        """True if it says which positions its rows see."""
+        return any(one is not None for one in (self.key_ends, self.key_starts, self.window_starts))
+
+    def ranges(self) -> NDArray[np.int64]:
+        """Per row the first position that it sees, the one after the last, and the one from which on it sees what its
+        window no longer holds, int64[3, rows], counted from the first position that was not dropped."""
+        own = np.arange(self.start_position, self.start_position + self.num_rows)
+        starts = np.zeros_like(own) if self.key_starts is None else self.key_starts
+        ends = own + 1 if self.key_ends is None else self.key_ends
+        found = np.stack((starts, ends, own if self.window_starts is None else self.window_starts))
+        return np.maximum(found - self.dropped_tokens, 0)
 
 
 @dataclass(frozen=True)
@@ -201,7 +218,7 @@ class BatchLimits:
             )
         if end - dropped > num_pages * self.page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
-        if segment.key_ends is not None or segment.key_starts is not None:
+        if segment.has_ranges:
             self._check_ranges(index, segment)
         if start and self.needs_whole_texts:
             raise RequestError(f"segment {index} begins at position {start}; this model computes whole texts only")
@@ -219,11 +236,19 @@ class BatchLimits:
         own = np.arange(start, end)
         ends = own + 1 if segment.key_ends is None else segment.key_ends
         starts = np.zeros_like(own) if segment.key_starts is None else segment.key_starts
-        is_whole = ends.shape == own.shape == starts.shape and ends.dtype.kind == starts.dtype.kind == "i"
+        windows = own if segment.window_starts is None else segment.window_starts
+        arrays = (ends, starts, windows)
+        is_whole = all(one.shape == own.shape and one.dtype.kind == "i" for one in arrays)
         if not is_whole or np.any(starts < 0) or np.any(starts > own) or np.any(ends <= own) or np.any(ends > end):
             raise RequestError(
                 f"segment {index} from position {start} has {segment.num_rows} rows; wanted for each a range "
                 f"of positions from 0 to {end} that holds its own"
+            )
+        # Of what lies before the segment, windowed layers may keep no more than their windows hold.
+        if np.any(windows < start) or np.any(windows > own):
+            raise RequestError(
+                f"segment {index} from position {start} has rows that see beyond their window from position "
+                f"{int(windows.min())} on; wanted positions of the segment, up to the row's own"
             )
 
 

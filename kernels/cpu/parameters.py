@@ -55,15 +55,16 @@ def _bits(value: float) -> int:
 
 BATCH = Block(
     "num_rows num_output_rows control token_ids positions page_tables output_rows scratch segments num_segments "
-    "partials partials_bytes windowed_tables token_types media axes key_starts key_ends"
+    "partials partials_bytes windowed_tables token_types media axes key_starts key_ends "
+    "window_starts"
 )
 """token_ids, positions, output_rows, token_types: addresses of int64 per row. page_tables, windowed_tables: per row,
 the address of its sequence's page addresses, and of those of its windowed layers. scratch: SCRATCH_BYTES per thread.
 segments: address of SEGMENT blocks. partials: memory that all threads share: counters int64, zero between ops, and
 results of single chunks. media: address of int64 per row, the address of its float32 embedding or 0; 0 where all rows
 are of words. axes: address of int64[rows][3], a row's positions in time, rows and columns; 0 where they are equal.
-key_starts, key_ends: addresses of int64 per row, the first position that it sees and the one after the last, in
-batches that say so."""
+key_starts, key_ends, window_starts: addresses of int64 per row, the first position that it sees, the one after the
+last, and the one from which on it sees what its window no longer holds, in batches that say so."""
 SEGMENT = Block(
     "first_row num_rows position page_table windowed_table state log num_logged new_log targets num_targets carried "
     "next_carried"

@@ -262,7 +262,7 @@ class CpuProgram:
         self._windowed_tables = zeros(rows, np.int64)
         self._output_rows = zeros(self.max_output_rows, np.int64)
         self._segments = zeros((rows, len(SEGMENT.fields)), np.int64)
-        self._key_ranges = zeros((2, rows if tape.limits.takes_ranges else 0), np.int64)
+        self._key_ranges = zeros((3, rows if tape.limits.takes_ranges else 0), np.int64)
         self._scratch = aligned_zeros(self._pool.max_threads * kernel_abi.SCRATCH_BYTES)
         self._header = BATCH.pack(
             num_rows=0,
@@ -283,6 +283,7 @@ class CpuProgram:
             axes=0,
             key_starts=address(self._key_ranges[0]),
             key_ends=address(self._key_ranges[1]),
+            window_starts=address(self._key_ranges[2]),
         )
         self._header_address = address(self._header)
         self._partials: NDArray[np.uint8] = aligned_zeros(0)
@@ -485,20 +486,15 @@ class CpuProgram:
 
     def _set_ranges(self, segments: Sequence[Segment]) -> None:
         """Take the ops that read ranges of positions, and write them, where a segment gives some."""
-        is_ranged = any(segment.key_ends is not None or segment.key_starts is not None for segment in segments)
+        is_ranged = any(segment.has_ranges for segment in segments)
         self._ops = self._ranged_ops if is_ranged else self._plain_ops
         self._ops_address = address(self._ops)
         if not is_ranged:
             return
         row = 0
         for segment in segments:
-            first, end, start = row, row + segment.num_rows, segment.start_position
-            ends = np.arange(start + 1, start + segment.num_rows + 1) if segment.key_ends is None else segment.key_ends
-            starts = 0 if segment.key_starts is None else segment.key_starts
-            # Kernels count positions from the first that was not dropped.
-            self._key_ranges[0, first:end] = np.maximum(starts - np.int64(segment.dropped_tokens), 0)
-            self._key_ranges[1, first:end] = ends - np.int64(segment.dropped_tokens)
-            row = end
+            self._key_ranges[:, row : row + segment.num_rows] = segment.ranges()
+            row += segment.num_rows
 
     def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""

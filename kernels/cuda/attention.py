@@ -144,11 +144,12 @@ class AttentionLaunches:
             return _RANGES
         return int(self.shape.bidirectional)
 
-    def _reach(self, run: Shape, row: int) -> tuple[int, int]:
+    def _reach(self, run: Shape, row: int) -> tuple[int, int, int]:
         """Of rows from `row` on the ranges that they attend to, or later positions and the last of their segments."""
-        if run.media is not None and self._sight(run) == _RANGES:
-            return run.media.key_starts + 8 * row, run.media.key_ends + 8 * row
-        return self.shape.reach[1], run.last_positions + 8 * row
+        media = run.media
+        if media is not None and self._sight(run) == _RANGES:
+            return media.key_starts + 8 * row, media.key_ends + 8 * row, media.window_starts + 8 * row
+        return self.shape.reach[1], run.last_positions + 8 * row, 0
 
     @property
     def _offsets(self) -> tuple[int, ...]:

@@ -14,11 +14,12 @@ from localinfer.kernels.ops import NUM_AXES
 from localinfer.kernels.program import Segment
 from localinfer.types import FloatArray
 
-_EMBEDDINGS, _KEY_STARTS, _KEY_ENDS = range(3)
-_AXES = 3
+_EMBEDDINGS, _KEY_STARTS, _KEY_ENDS, _WINDOW_STARTS = range(4)
+_AXES = 4
 MEDIA_ARRAYS = _AXES + NUM_AXES
 """Arrays int64[capacity] that follow those of words: addresses of embeddings, first positions that rows see, the ones
-after the last, and positions by row and axis, which take as many arrays as there are axes."""
+after the last, those from which on windows bound nothing, and positions by row and axis, which take as many arrays as
+there are axes."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class MediaShape:
     """int64[rows]: the first position in the cache that each row sees."""
     key_ends: int = 0
     """int64[rows]: the one after the last that it sees."""
+    window_starts: int = 0
+    """int64[rows]: the one from which on it sees what its window no longer holds."""
 
 
 class MediaInput:
@@ -53,7 +56,7 @@ class MediaInput:
         """
         has_embeddings = any(one.media is not None and len(one.media.embeddings) for one in segments)
         has_axes = any(one.media is not None and one.media.positions is not None for one in segments)
-        has_ranges = any(one.key_starts is not None or one.key_ends is not None for one in segments)
+        has_ranges = any(one.has_ranges for one in segments)
         if not (has_embeddings or has_axes or has_ranges):
             return None
         words[:] = 0
@@ -68,7 +71,7 @@ class MediaInput:
             if has_axes:
                 axes[row:end] = _positions(segment)
             if has_ranges:
-                words[_KEY_STARTS, row:end], words[_KEY_ENDS, row:end] = _ranges(segment)
+                words[_KEY_STARTS : _WINDOW_STARTS + 1, row:end] = segment.ranges()
             row = end
         places = [address + 8 * words.shape[1] * number for number in range(_AXES + 1)]
         return MediaShape(
@@ -76,6 +79,7 @@ class MediaInput:
             places[_AXES] if has_axes else 0,
             places[_KEY_STARTS] if has_ranges else 0,
             places[_KEY_ENDS] if has_ranges else 0,
+            places[_WINDOW_STARTS] if has_ranges else 0,
         )
 
     def _upload(self, rows: FloatArray, first: int) -> NDArray[np.int64]:
@@ -93,11 +97,3 @@ def _positions(segment: Segment) -> NDArray[np.int64]:
     if segment.media is not None and segment.media.positions is not None:
         return segment.media.positions
     return np.arange(segment.start_position, segment.start_position + segment.num_rows)[:, None]
-
-
-def _ranges(segment: Segment) -> tuple[NDArray[np.int64] | int, NDArray[np.int64]]:
-    """Positions in the cache, of which dropped ones are none, where a segment's rows begin and end to see."""
-    start, dropped = segment.start_position, segment.dropped_tokens
-    ends = np.arange(start + 1, start + segment.num_rows + 1) if segment.key_ends is None else segment.key_ends
-    starts = 0 if segment.key_starts is None else np.maximum(segment.key_starts - dropped, 0)
-    return starts, ends - dropped

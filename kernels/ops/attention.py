@@ -161,7 +161,7 @@ class Attention(Record):
     relative: Relative | None = None
     """For bidirectional attention only, whose segments are whole texts."""
     takes_ranges: bool = False
-    """True if a segment may say which positions each row sees (`program.Segment.key_ends`); the window still holds."""
+    """True if a segment may say which positions each row sees (`program.Segment.ranges`)."""
 
 
 class ChooseBlocks(Record):

@@ -175,8 +175,8 @@ class Engine:
         placed, most = PlacedMedia.locate(token_ids, media, self.embeddings, salt), self.program.max_batch_rows
         if placed is not None and placed.largest_batch() > most:
             raise RequestError(
-                f"a picture takes {placed.largest_batch()} rows that are computed at once, and a batch has {most}; "
-                "make it smaller (image_max_tokens), or load the model with larger batches"
+                f"a picture, or a prompt all of which sees itself, takes {placed.largest_batch()} rows that are "
+                f"computed at once, and a batch has {most}; make it smaller (image_max_tokens), or shorten the prompt"
             )
         return placed
 

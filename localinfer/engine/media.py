@@ -51,6 +51,8 @@ class MediaRun:
     """True if its rows see each other in both directions, so that they are computed in one batch."""
     name: str = ""
     """Its name in reasons of cache misses, such as "picture 2"; empty for its number among all."""
+    passes_windows: bool = False
+    """True if its rows see each other in layers with a sliding window too, however far they lie apart."""
 
 
 def media_ids(identity: bytes, digest: bytes, num_rows: int) -> NDArray[np.int32]:
@@ -339,7 +341,9 @@ class PlacedMedia:
         """A segment of this text with what a batch is told of its rows."""
         first, count = segment.start_position, segment.num_rows
         media, ends = self.rows(first, count), self.key_ends(first, count)
-        return segment if media is None and ends is None else replace(segment, media=media, key_ends=ends)
+        if media is None and ends is None:
+            return segment
+        return replace(segment, media=media, key_ends=ends, window_starts=self.window_starts(first, count))
 
     def rows(self, first: int, count: int) -> MediaRows | None:
         """Embeddings and positions of `count` rows from position `first` on; None for words at their own positions."""
@@ -375,6 +379,17 @@ class PlacedMedia:
                 ends = np.arange(first + 1, first + count + 1) if ends is None else ends
                 ends[start - first : stop - first] = place.end
         return ends
+
+    def window_starts(self, first: int, count: int) -> NDArray[np.int64] | None:
+        """The position from which on each of these rows sees what its window no longer holds, int64[count]; None if
+        none sees any."""
+        starts: NDArray[np.int64] | None = None
+        for place in self._places if first < self.end else ():
+            start, stop = max(place.start, first), min(place.end, first + count)
+            if place.run.passes_windows and start < stop:
+                starts = np.arange(first, first + count) if starts is None else starts
+                starts[start - first : stop - first] = place.start
+        return starts
 
     def _before(self, position: int) -> _Place | None:
         """The last run that begins at or before a position."""

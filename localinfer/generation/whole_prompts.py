@@ -1,8 +1,8 @@
 """Prompts all of whose rows see each other in both directions, pictures and words: PaliGemma's (arXiv 2407.07726).
 
-Generated tokens are causal. Such a prompt is one run of rows to the engine, named by all of its content, so that none
-of it is taken from a prompt that only begins alike. The embeddings of its words are looked up here, beside those of its
-pictures.
+No sliding window parts them; generated tokens are causal, and see what their window holds. Such a prompt is one run of
+rows to the engine, named by all of its content, so that none of it is taken from a prompt that only begins alike. The
+embeddings of its words are looked up here, beside those of its pictures.
 """
 
 import hashlib
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.media import Check, MediaRun, media_ids
-from localinfer.errors import ContextLengthError
 from localinfer.generation.chat.media_parts import Segments, cut_segments, is_marker, split_at_markers
 from localinfer.types import FloatArray
 
@@ -28,8 +27,6 @@ class WholeSight:
     """Text behind the words."""
     embed_words: Callable[[NDArray[np.int32]], FloatArray]
     """Looks up the embeddings of words, as they enter the first layer."""
-    most_rows: int
-    """Rows that see each other in layers with a sliding window, which this version lets bound them too."""
 
 
 def has_markers(text: str) -> bool:
@@ -47,18 +44,8 @@ def framed(segments: Segments, sight: WholeSight) -> Segments:
 
 
 def whole_run(token_ids: Sequence[int], runs: Sequence[MediaRun], sight: WholeSight, identity: bytes) -> MediaRun:
-    """A prompt as one run. token_ids: with those of its pictures. runs: of these, in order. identity: of the encoders.
-
-    Raises: ContextLengthError for a prompt of more rows than see each other.
-    """
+    """A prompt as one run. token_ids: with those of its pictures, whose `runs` these are. identity: of the encoders."""
     ids = np.array(token_ids, np.int32)
-    if ids.size > sight.most_rows:
-        raise ContextLengthError(
-            f"the prompt has {ids.size} tokens, of which each sees all, and the model's sliding window holds "
-            f"{sight.most_rows}; shorten it",
-            num_tokens=ids.size,
-            context_length=sight.most_rows,
-        )
     digest = hashlib.sha256(b"whole prompt" + ids.tobytes()).digest()
 
     def embed(check: Check) -> FloatArray:
@@ -69,4 +56,5 @@ def whole_run(token_ids: Sequence[int], runs: Sequence[MediaRun], sight: WholeSi
         rows[~are_words] = np.concatenate([run.embed(check) for run in runs])
         return rows
 
-    return MediaRun(media_ids(identity, digest, ids.size), embed, None, ids.size, sees_itself=True)
+    found = media_ids(identity, digest, ids.size)
+    return MediaRun(found, embed, None, ids.size, sees_itself=True, passes_windows=True)

@@ -181,9 +181,7 @@ def _whole_sight(parts: FolderMedia, model: "Model") -> WholeSight | None:
         found: FloatArray = dequantize(np.ascontiguousarray(rows), table.type, (ids.size, table.shape[1])) * scale
         return found
 
-    windows = [window for window in architecture.windows if window]
-    most = min([model.config.context_length, *windows])
-    return WholeSight(parts.settings.token("bos_token", "<bos>"), "\n", embed_words, most)
+    return WholeSight(parts.settings.token("bos_token", "<bos>"), "\n", embed_words)
 
 
 class LoadedMedia:

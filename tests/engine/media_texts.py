@@ -34,10 +34,12 @@ class MediaProgram(FakeProgram):
         found = [rows[offset - first] for first, rows in given if 0 <= offset - first < len(rows)]
         assert len(found) == (token_id < 0), "a row has an embedding, or a token"
         axes = (position,) * 3 if media is None or media.positions is None else tuple(media.positions[offset].tolist())
+        first = position if segment.window_starts is None else int(segment.window_starts[offset])
+        assert segment.start_position <= first <= position, "a row sees what its window may have lost"
         if token_id >= 0 and axes == (position,) * 3:
             return token_id
         what = found[0].tobytes() if found else str(token_id).encode()
-        text = what + repr((tuple(axis - position for axis in axes), end - position)).encode()
+        text = what + repr((tuple(axis - position for axis in axes), end - position, position - first)).encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:4], "little", signed=True)
 
 
@@ -65,6 +67,7 @@ class Encoder:
         sees_itself: bool = False,
         has_grid: bool = True,
         embed: Callable[[Check], FloatArray] | None = None,
+        passes_windows: bool = False,
     ) -> MediaRun:
         """A picture whose content is its name and size."""
         count, digest = rows * columns, f"{name} {rows} {columns}".encode()
@@ -74,7 +77,8 @@ class Encoder:
             return np.random.default_rng(list(digest)).random((count, WIDTH), np.float32)
 
         grid, taken = ((rows, columns), max(rows, columns)) if has_grid else (None, count)
-        return MediaRun(media_ids(b"encoder", digest, count), embed or encode, grid, taken, sees_itself, name)
+        ids = media_ids(b"encoder", digest, count)
+        return MediaRun(ids, embed or encode, grid, taken, sees_itself, name, passes_windows)
 
     def sound(self, name: str, rows: int) -> MediaRun:
         """A sound, whose rows have a position each."""

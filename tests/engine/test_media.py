@@ -41,15 +41,16 @@ def placed(pieces: Pieces) -> PlacedMedia:
 
 
 def told(media: PlacedMedia, first: int, count: int) -> list[tuple[Any, ...]]:
-    """What a batch is told of each row: embedding, positions, and the end of what it sees."""
-    rows, ends = media.rows(first, count), media.key_ends(first, count)
+    """What a batch is told of each row: embedding, positions, the end of what it sees, and what no window bounds."""
+    rows, ends, windows = media.rows(first, count), media.key_ends(first, count), media.window_starts(first, count)
     found = []
     for row in range(count):
         given = () if rows is None else rows.embeddings
         embedding = [part[row - start].tobytes() for start, part in given if 0 <= row - start < len(part)]
         own = first + row
         axes = (own,) * 3 if rows is None or rows.positions is None else tuple(rows.positions[row].tolist())
-        found.append((embedding, axes, own + 1 if ends is None else int(ends[row])))
+        end, unbounded = own + 1 if ends is None else int(ends[row]), own if windows is None else int(windows[row])
+        found.append((embedding, axes, end, unbounded))
     return found
 
 
@@ -58,6 +59,7 @@ def test_what_is_told_of_a_row_does_not_depend_on_where_a_batch_begins(seed: int
     rng = np.random.default_rng(seed)
     sees_itself, has_grid = SIGHTS[seed % 3]
     pieces = [*random_pieces(Encoder(), rng, sees_itself=sees_itself, has_grid=has_grid), Encoder().sound("end", 6)]
+    pieces.append(Encoder().picture("all", 3, 3, sees_itself=True, has_grid=False, passes_windows=True))
     media, size = placed(pieces), ids_of(pieces).size + 5
     wanted: list[tuple[Any, ...]] = []
     position = 0
@@ -69,11 +71,12 @@ def test_what_is_told_of_a_row_does_not_depend_on_where_a_batch_begins(seed: int
                 axes = (position + row,) * 3
                 axes = axes if piece.grid is None else (position, position + across[0], position + across[1])
                 end = start + piece.ids.size if piece.sees_itself else start + row + 1
-                wanted.append(([embedding.tobytes()], axes, end))
+                unbounded = start if piece.passes_windows else start + row
+                wanted.append(([embedding.tobytes()], axes, end, unbounded))
             position += piece.num_positions
         else:
             for _ in piece:
-                wanted.append(([], (position,) * 3, len(wanted) + 1))
+                wanted.append(([], (position,) * 3, len(wanted) + 1, len(wanted)))
                 position += 1
     assert told(media, 0, size) == wanted
     for first in range(size):

@@ -1,9 +1,10 @@
 """Attention of rows that each see a range of positions which the batch gives: pictures, and windows of them.
 
 The op of `attention` knows from a row's position what it sees, and that later rows see no less. Here a row sees the
-positions of its range that its window holds, whatever its neighbours see. Everything else is as there: the same tiles,
-the same chunks of absolute positions, merged in the same order, so a row whose range ends with its own position has the
-same bits in either op. Tiles are not split by chunks: a batch with pictures has rows for every thread.
+positions of its range that its window holds, whatever its neighbours see, and those from a given one on that its window
+does not hold: a prompt may see all of itself where what follows it sees a window. Everything else is as there: the same
+tiles, the same chunks of absolute positions, merged in the same order, so a row whose range ends with its own position
+has the same bits in either op. Tiles are not split by chunks: a batch with pictures has rows for every thread.
 """
 
 import numpy as np
@@ -35,7 +36,8 @@ _SEGMENT_BYTES = SEGMENT.num_bytes
 def _first_seen(p: int, memory: int, row: int) -> int:
     """First position that a row of the unit sees."""
     given = load_i64(load_i64(memory + scratch.KEY_STARTS) + 8 * row)
-    return max(given, lowest_position(p, load_i64(memory + scratch.POSITION) + row))
+    lowest = lowest_position(p, load_i64(memory + scratch.POSITION) + row)
+    return max(given, min(lowest, load_i64(load_i64(memory + scratch.WINDOW_STARTS) + 8 * row)))
 
 
 @inline
@@ -150,4 +152,5 @@ def attention(parameters: int, batch: int, thread: int, num_threads: int) -> Non
         offset = 8 * (SEGMENT.first_row(segment) + first_row)
         store_i64(memory + scratch.KEY_STARTS, BATCH.key_starts(batch) + offset)
         store_i64(memory + scratch.KEY_ENDS, BATCH.key_ends(batch) + offset)
+        store_i64(memory + scratch.WINDOW_STARTS, BATCH.window_starts(batch) + offset)
         _attend_tile(p, memory)

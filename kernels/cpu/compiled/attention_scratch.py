@@ -41,6 +41,7 @@ KEY_BIAS = ROW_BIAS + 8
 """Address of those of the keys, from position 0 on."""
 KEY_STARTS = KEY_BIAS + 8
 KEY_ENDS = KEY_STARTS + 8
+WINDOW_STARTS = KEY_ENDS + 8
 """Addresses of int64 per row of the unit: the positions that it sees, where the batch gives them."""
 
 SCORES = COUNT + 128

@@ -45,6 +45,7 @@ _COLUMNS = 32 * _LANE_COLUMNS
 """Columns of values of a lane and of a warp."""
 _LINE = 128
 """Bytes of a cache line."""
+REACH = "first_word second_word third_word"
 OWN, LATER, RANGES = range(3)
 """Last position that a row attends to: its own, some after it, or the end of a range that the batch gives."""
 LEAST = -3.0e38
@@ -105,7 +106,7 @@ def _bounds(key_kind, value_kind, heads, key_size, value_size, stores=0, quantiz
         "fresh": "fresh_keys fresh_values",
         "fresh_rope": ROPE["rope"],
         "into": "out out_stride sinks counters codes codes_stride records records_stride",
-        "reach": "first_word second_word",
+        "reach": REACH,
     },
     bounds=_bounds,
 )
@@ -115,7 +116,8 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
     stores: 1 for one row whose own keys and values, at `fresh`, the block that attends to them first writes into the
     cache; a KV head then has one part. quantizes: 1 if codes of what is written are wanted too. sight: LATER for rows
     that attend to later positions, up to `reach`: how many, and of every row the last one of its sequence; RANGES for
-    rows that attend to the positions of their window from a first one on and before an end, both given in `reach`.
+    rows that attend to positions from a first one on and before an end, both given in `reach` as is the position from
+    which on they see what their window no longer holds.
 
     Writes to partials [row][head][chunk][value_size + 2]: largest score, sum of weights, weighted values, which are
     rotated still if they are codes. The last block of a row's heads merges them into out; see `merging`.
@@ -169,7 +171,7 @@ def attend_chunks(key_kind, value_kind, heads, key_size, value_size, stores=0, q
         least = first_seen(position, window, span)
         last = position
         if is_ranged:
-            least = max(least, ptx.load_i64(reach[0] + 8 * row))
+            least = max(min(least, ptx.load_i64(reach[2] + 8 * row)), ptx.load_i64(reach[0] + 8 * row))
             last = ptx.load_i64(reach[1] + 8 * row) - 1
         elif sees_later:
             last = min(position + reach[0], ptx.load_i64(reach[1] + 8 * row))

@@ -12,7 +12,7 @@ from numba import cuda, float32, int64, uint32
 
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import exponential, hyperbolic_tangent
-from localinfer.kernels.cuda.compiled.attention import LEAST, OWN, RANGES, first_seen
+from localinfer.kernels.cuda.compiled.attention import LEAST, OWN, RANGES, REACH, first_seen
 from localinfer.kernels.cuda.compiled.half_bytes import stage_key_half_bytes, stage_value_half_bytes
 from localinfer.kernels.cuda.compiled.kv_store import CODES, HALF_BYTES, PAGE
 from localinfer.kernels.cuda.compiled.rows import ROPE, rotated
@@ -127,7 +127,7 @@ def add_product(sums, first, left, upper, lower):
         sums[first + i] = product[i]
 
 
-@template(floats="scale softcap", tuples={**ROPE, "reach": "first_word second_word"})
+@template(floats="scale softcap", tuples={**ROPE, "reach": REACH})
 def attend_tiles(key_kind, value_kind, key_size, value_size, warps, sight=OWN):
     """Attention of rows of one sequence, of [tiles, KV heads, parts of columns]; a warp to 16 of rows x query heads.
 
@@ -200,6 +200,7 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps, sight=OWN):
             least[r] = first_seen(position[r], window, span)
             last[r] = position[r]
             if is_ranged:
+                least[r] = min(least[r], ptx.load_i64(reach[2] + 8 * min(rows[r], last_row)))
                 least[r] = max(least[r], ptx.load_i64(reach[0] + 8 * min(rows[r], last_row)))
                 last[r] = ptx.load_i64(reach[1] + 8 * min(rows[r], last_row)) - 1
             elif sees_later:
@@ -214,15 +215,17 @@ def attend_tiles(key_kind, value_kind, key_size, value_size, warps, sight=OWN):
         for i in range(sums_size):
             sums[i] = float32(0.0)
 
+        first_position = first_seen(ptx.load_i64(positions + 8 * first_row), window, span)
         last_position = ptx.load_i64(positions + 8 * last_row)
         if is_ranged:
             row = first_row
             while row <= last_row:
+                first_position = min(first_position, ptx.load_i64(reach[2] + 8 * row))
                 last_position = max(last_position, ptx.load_i64(reach[1] + 8 * row) - 1)
                 row = row + 1
         elif sees_later:
             last_position = min(last_position + reach[0], ptx.load_i64(reach[1] + 8 * last_row))
-        page = first_seen(ptx.load_i64(positions + 8 * first_row), window, span) // PAGE
+        page = first_position // PAGE
         while page <= last_position // PAGE:
             place = ptx.load_i64(pages + 8 * page) + layer_offset + kv_head * head_bytes
             num_seen = last_position - page * PAGE + 1

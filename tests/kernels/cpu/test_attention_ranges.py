@@ -18,13 +18,15 @@ from tests.kernels.cpu.tape_runs import RowProgram, Write, assert_same_bits, rel
 from tests.support.oracle_formulas import Float64Array, attend
 from tests.support.oracle_kv import kept, kept_query
 
-Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
+Ranges = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Of each row the first position that it sees, the one after the last, and from which on no window bounds it."""
 ROWS = 300
 SHAPES = {
     "plain": PLAIN,
     "one query per key": replace(PLAIN, num_heads=2),
     "both ways": replace(PLAIN, num_heads=2, key_size=20, value_size=37, bidirectional=True),
     "window": replace(PLAIN, window=40),
+    "local chunks": replace(PLAIN, chunk=48),
     "softcap, sinks and alibi": replace(
         PLAIN, softcap=3.0, sinks=np.ones(4, np.float32), alibi_slopes=np.full(4, 0.1, np.float32)
     ),
@@ -42,14 +44,16 @@ def ranged_attention(shape: AttentionShape) -> Write:
 
 
 def picture_ranges() -> Ranges:
-    """Text, a picture whose rows see each other, text, blocks that see only themselves, and the last rows alone."""
+    """Text, a prompt whose rows see each other whatever their window is, text, blocks that see only themselves, one of
+    them from its middle on where a window ends, and the last rows alone."""
     own = np.arange(ROWS)
-    starts, ends = np.zeros(ROWS, np.int64), own + 1
-    ends[20:150] = 150
+    starts, ends, windows = np.zeros(ROWS, np.int64), own + 1, own.copy()
+    ends[20:150], windows[20:150] = 150, 20
+    windows[250:270] = 240
     for first in range(160, 290, 37):
         starts[first : first + 37], ends[first : first + 37] = first, min(first + 37, 297)
     starts[297:], ends[297:] = own[297:], own[297:] + 1
-    return starts, ends
+    return starts, ends, windows
 
 
 def ranged_oracle(
@@ -61,8 +65,9 @@ def ranged_oracle(
         queries = kept_query(queries, shape.key_size, key_type)
     keys, values = kept(keys, shape.key_size, key_type), kept(values, shape.value_size, value_type)
     rows = []
-    for position, (query, first, end) in enumerate(zip(queries, *ranges, strict=True)):
-        low = max(first, position - shape.window + 1) if shape.window else first
+    for position, (query, first, end, unbounded) in enumerate(zip(queries, *ranges, strict=True)):
+        low = max(0, position - shape.window + 1) if shape.window else 0
+        low = max(first, min(unbounded, max(low, position // shape.chunk * shape.chunk if shape.chunk else 0)))
         rows.append(attend(query, keys[low:end], values[low:end], range(low, end), shape, position))
     return np.stack(rows)
 
@@ -72,14 +77,16 @@ def ranged_oracle(
 def test_ranges_equal_the_oracle_on_any_number_of_threads(
     name: str, kv_type: str, pool: ThreadPool, two_threads: ThreadPool
 ) -> None:
-    shape, (starts, ends) = SHAPES[name], picture_ranges()
+    shape, ranges = SHAPES[name], picture_ranges()
     inputs, layout = inputs_of(shape, ROWS, seed=3), cache_of(shape, kv_type)
     results = []
     for threads in (pool, two_threads):
         program = RowProgram(threads, inputs, ranged_attention(shape), ROWS, layout)
-        segment = Segment(0, ROWS, program.pages(ROWS), key_starts=starts, key_ends=ends)
+        starts, ends, windows = ranges
+        pages = program.pages(ROWS)
+        segment = Segment(0, ROWS, pages, key_starts=starts, key_ends=ends, window_starts=windows)
         results.append(program.run(range(ROWS), [segment]))
-    assert relative_error(results[0], ranged_oracle(inputs, shape, kv_type, (starts, ends))) <= ERROR_BUDGETS[kv_type]
+    assert relative_error(results[0], ranged_oracle(inputs, shape, kv_type, ranges)) <= ERROR_BUDGETS[kv_type]
     assert_same_bits(results[1], results[0])
 
 
@@ -132,6 +139,11 @@ def test_a_picture_gives_the_same_bits_beside_other_texts_and_after_dropped_page
     # What lies before the window is not looked at.
     segment = Segment(96, size, pages[1:], dropped_tokens=32, key_ends=ends)
     assert relative_error(program.run(range(96, 96 + size), [segment]), wanted) <= 1e-6
+    # Nor is it where the picture's rows see each other beyond the window.
+    starts, everything = np.full(size, 96), Segment(96, size, pages, key_ends=ends)
+    wanted = program.run(range(96, 96 + size), [replace(everything, window_starts=starts)])
+    found = program.run(range(96, 96 + size), [replace(segment, window_starts=starts)])
+    assert relative_error(found, wanted) <= 1e-6 < relative_error(program.run(range(96, 96 + size), [segment]), wanted)
 
 
 def test_ranges_that_leave_the_segment_or_the_row_out_are_refused(pool: ThreadPool) -> None:
@@ -148,6 +160,12 @@ def test_ranges_that_leave_the_segment_or_the_row_out_are_refused(pool: ThreadPo
     ):
         with pytest.raises(RequestError, match="of positions from 0 to 40 that holds its own"):
             program.run(range(40), [Segment(0, 40, pages, key_starts=starts, key_ends=ends)])
+    for windows in (own + 1, own - 1):
+        with pytest.raises(RequestError, match="beyond their window from position"):
+            program.run(range(40), [Segment(0, 40, pages, window_starts=windows)])
+    later = Segment(20, 20, pages, window_starts=np.full(20, 19))
+    with pytest.raises(RequestError, match="from position 19 on; wanted positions of the segment"):
+        program.run(range(20, 40), [later])
     plain = RowProgram(pool, inputs, attention_of(PLAIN), 40, layout)
     with pytest.raises(RequestError, match="which this program does not take"):
         plain.run(range(40), [Segment(0, 40, plain.pages(40), key_ends=own + 1)])

@@ -48,11 +48,12 @@ class Cache:
         self,
         runs: Sequence[range],
         capability: tuple[int, int] = (9, 0),
-        ranges: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+        ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> tuple[FloatArray, list[str]]:
         """Attention of runs of positions, one segment each, and the kernels it took.
 
-        ranges: of every position the first that it sees, and the one after the last.
+        ranges: of every position the first that it sees, the one after the last, and the one from which on no window
+        bounds it.
         """
         device = EmulatedDevice()
         device.capability = capability
@@ -74,7 +75,8 @@ class Cache:
         ends = put(device, np.repeat([run[-1] for run in runs], sizes).astype(np.int64))
         media = None
         if ranges is not None:
-            media = MediaShape(key_starts=put(device, ranges[0][positions]), key_ends=put(device, ranges[1][positions]))
+            starts, ends_of_ranges, windows = (put(device, one[positions]) for one in ranges)
+            media = MediaShape(key_starts=starts, key_ends=ends_of_ranges, window_starts=windows)
         batch = Shape(rows, rows, chunks, 0, put(device, positions), tables, 0, sizes, last_positions=ends, media=media)
         attention = AttentionLaunches(
             memory, self.layout, 1, shape, queries, out, slopes, sinks, NO_ROPE, takes_ranges=ranges is not None

@@ -48,11 +48,15 @@ BLOCK = range(70, 90)
 
 
 def block_ranges(rows: int) -> Ranges:
-    """Positions that see what is before them, a block that is seen as one, and positions that see few."""
-    starts, ends = np.zeros(rows, np.int64), np.arange(1, rows + 1)
+    """Positions that see what is before them, a block that is seen as one, positions that see few, and some that see
+    more than their window."""
+    own = np.arange(rows)
+    starts, ends, windows = np.zeros(rows, np.int64), own + 1, own.copy()
     ends[BLOCK.start : BLOCK.stop] = BLOCK.stop
     starts[100:] = 97
-    return starts, ends
+    windows[60:66] = windows[BLOCK.start : BLOCK.stop : 2] = 5
+    windows[BLOCK.start + 1 : BLOCK.stop : 2], windows[128:] = 65, 40
+    return starts, ends, windows
 
 
 # Rows by themselves at the seam of chunks and far from it; tiles of many rows.
@@ -84,7 +88,7 @@ def test_rows_with_ranges_have_the_bits_of_any_batch_and_of_rows_without(kv_type
     cache, ranges = Cache(pool, shape, kv_type, inputs_of(shape, rows, seed=4)), block_ranges(rows)
     runs = [range(20), range(60, 95)]
     wanted, _ = cache.attend(runs)
-    up_to_their_own = np.zeros(rows, np.int64), np.arange(1, rows + 1)
+    up_to_their_own = np.zeros(rows, np.int64), np.arange(1, rows + 1), np.arange(rows)
     assert_same_bits(cache.attend(runs, ranges=up_to_their_own)[0], wanted)
     together, _ = cache.attend(runs, ranges=ranges)
     assert_same_bits(together[20:], cache.attend(runs[1:], ranges=ranges)[0])

@@ -1,7 +1,5 @@
 """Prompts that see themselves, pictures and words alike (PaliGemma), from their folder to the answer."""
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
-from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.chat.media_parts import MediaSource, read_media_part
 from localinfer.generation.whole_prompts import WholeSight, framed, whole_run
 from localinfer.llm import LLM
@@ -21,14 +18,9 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 5, "logprobs": 3}
 
 
 @pytest.fixture(scope="module")
-def folder(media_folders: MediaFolders, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a window that holds the prompt, whose rows see all of it in the reference."""
-    path = tmp_path_factory.mktemp("wide") / "paligemma"
-    shutil.copytree(media_folders.path("paligemma"), path)
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"]["sliding_window"] = 64
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+def folder(media_folders: MediaFolders) -> Path:
+    """The folder, whose sliding window of twelve is shorter than its prompts."""
+    return media_folders.path("paligemma")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +41,7 @@ def test_logits_are_the_references(llm: LLM, media_folders: MediaFolders) -> Non
     assert len(prompt.token_ids) == reference["one.input_ids"].shape[1]
     found = llm.logits(prompt)[reference["one.logit_rows"]][:, ::3].astype(np.float64)
     wanted = reference["one.logits"]
-    assert np.square(found - wanted).sum() / np.square(wanted.astype(np.float64)).sum() < 1e-6
+    assert np.square(found - wanted).sum() / np.square(wanted.astype(np.float64)).sum() < 1e-11
 
 
 def test_every_word_changes_every_row(llm: LLM, media_folders: MediaFolders) -> None:
@@ -58,7 +50,9 @@ def test_every_word_changes_every_row(llm: LLM, media_folders: MediaFolders) -> 
     assert first.shape == other.shape and (np.abs(first - other).max(axis=1) > 1e-4).all()
 
 
-def test_answers_are_the_same_bits_in_any_company(llm: LLM, folder: Path, media_folders: MediaFolders) -> None:
+def test_answers_are_the_same_bits_in_any_company_and_after_a_restart(
+    llm: LLM, folder: Path, media_folders: MediaFolders, tmp_path: Path
+) -> None:
     pictures = [image(media_folders.picture("paligemma", number)) for number in (0, 1)]
     prompts = [llm.encode_prompt([one, "Look now"]) for one in pictures]
     alone = [llm.complete(prompt, **GREEDY) for prompt in prompts]
@@ -69,9 +63,10 @@ def test_answers_are_the_same_bits_in_any_company(llm: LLM, folder: Path, media_
     streams = [llm.stream(prompt, **GREEDY) for prompt in (*prompts, "Look")]
     together = [stream.result() for stream in streams]
     assert [one.logprobs for one in together[:2]] == [one.logprobs for one in alone]
-    with localinfer.load(folder, threads=2, kv_type="f32", disk_cache=False) as other:
-        prompt = other.encode_prompt([pictures[0], "Look now"])
-        assert other.complete(prompt, **GREEDY).logprobs == alone[0].logprobs
+    for _ in range(2):
+        with localinfer.load(folder, threads=2, kv_type="f32", disk_cache_folder=tmp_path) as other:
+            prompt = other.encode_prompt([pictures[0], "Look now"])
+            assert other.complete(prompt, **GREEDY).logprobs == alone[0].logprobs
     # A prompt that only begins alike shares nothing: its rows have seen another end.
     longer = llm.complete(llm.encode_prompt([pictures[0], "Look now and then"]), **GREEDY)
     assert longer.stats.cached_tokens == 0
@@ -93,17 +88,9 @@ def test_a_chat_is_one_prompt_of_pictures_and_words(llm: LLM, media_folders: Med
     assert llm.chat([{"role": "user", "content": "Look"}], **GREEDY).stats.prompt_tokens > 1
 
 
-def test_prompts_longer_than_the_window_are_refused_in_one_line(media_folders: MediaFolders) -> None:
-    with localinfer.load(media_folders.path("paligemma"), threads=1, disk_cache=False) as narrow:
-        with pytest.raises(ContextLengthError, match="sliding window holds 12") as caught:
-            narrow.encode_prompt([image(media_folders.picture("paligemma", 0)), "Look"])
-        assert "\n" not in str(caught.value)
-        assert narrow.complete("Look", max_tokens=2).token_ids
-
-
 def test_the_words_begin_behind_the_last_picture() -> None:
     first, second = (MediaSource("image", data, "").marker for data in (b"1", b"2"))
-    sight = WholeSight("<s>", "\n", lambda ids: np.repeat(ids[:, None], 2, 1).astype(np.float32), 9)
+    sight = WholeSight("<s>", "\n", lambda ids: np.repeat(ids[:, None], 2, 1).astype(np.float32))
     segments = [(f"see {first} or ", True), (f"{second} best", False)]
     assert framed(segments, sight) == [
         (f"see {first} or ", True),
@@ -112,5 +99,6 @@ def test_the_words_begin_behind_the_last_picture() -> None:
         (" best", False),
         ("\n", False),
     ]
-    with pytest.raises(RequestError, match="sliding window holds 9"):
-        whole_run([5] * 10, [], sight, b"encoders")
+    run = whole_run([5] * 10, [], sight, b"encoders")
+    assert run.sees_itself and run.passes_windows and run.num_positions == 10
+    np.testing.assert_array_equal(run.embed(lambda: None), np.full((10, 2), 5))
