@@ -12,7 +12,7 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,9 +29,13 @@ from localinfer.types import FloatArray, TokenIds
 Check = Callable[[], None]
 """Raises an exception if what calls it now and then is to end."""
 
-FEWEST_CACHED_ROWS = 5
-"""Rows of a run from which on its ids tell it from every other: 31 bits a row, so 155. Shorter runs, and what stands
-behind them, are not taken from the prefix cache."""
+FEWEST_ROWS = 5
+"""Rows of a run from which on its ids tell it from every other: 31 bits a row, so 155. Of shorter ones `ShortRuns` says
+what their ids stand for."""
+_SHORT_IDS = 1 << 24
+"""Ids of short runs: those from -2^31 on. No other run begins with one of them."""
+_MOST_SHORT_IDS = 1 << 16
+"""Ids whose contents are kept, some 20 MB; of more, short runs are not taken from the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +57,91 @@ class MediaRun:
     """Its name in reasons of cache misses, such as "picture 2"; empty for its number among all."""
     passes_windows: bool = False
     """True if its rows see each other in layers with a sliding window too, however far they lie apart."""
+    content: bytes = b""
+    """Its `media_content`, which a short run needs to be taken from the cache; empty if it is not known."""
+
+    @property
+    def is_short(self) -> bool:
+        """True if its ids alone do not tell it from others."""
+        return self.ids.size < FEWEST_ROWS
+
+
+def media_content(identity: bytes, digest: bytes) -> bytes:
+    """The SHA-256 of an encoder's identity and of the digest of its input, from which the ids of its rows are made."""
+    return hashlib.sha256(len(identity).to_bytes(8, "little") + identity + digest).digest()
 
 
 def media_ids(identity: bytes, digest: bytes, num_rows: int) -> NDArray[np.int32]:
     """The ids int32[num_rows] of the rows of an encoder input: 31 bits of a SHA-256 each, less 2^31, and never -1,
-    which stands for no token.
+    which stands for no token; of a short run 24 bits each.
 
     identity: of the encoder. digest: of its input.
     """
-    key = hashlib.sha256(len(identity).to_bytes(8, "little") + identity + digest).digest()
+    key = media_content(identity, digest)
     blocks = (hashlib.sha256(key + index.to_bytes(8, "little")).digest() for index in range(-(-num_rows // 8)))
-    words = np.frombuffer(b"".join(blocks), "<u4")[:num_rows]
-    return np.minimum((words | np.uint32(1 << 31)).view(np.int32), -2)
+    words = np.frombuffer(b"".join(blocks), "<u4")[:num_rows] | np.uint32(1 << 31)
+    if num_rows < FEWEST_ROWS:
+        words &= np.uint32(1 << 31 | _SHORT_IDS - 1)
+    elif words[0] < (1 << 31) + _SHORT_IDS:
+        words[0] |= np.uint32(1 << 30)
+    return np.minimum(words.view(np.int32), -2)
+
+
+class ShortRuns:
+    """The contents that the ids of short runs stand for; any thread may ask.
+
+    An id stands for one row of one content as long as the process lives, for each salt by itself, so that equal ids in
+    memory are equal pictures although their bits are few. A run one of whose ids is another's is not taken from the
+    cache. Where ids leave the process, as in the keys of pages on disk and in session files, the contents go with them.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[bytes, int], tuple[bytes, int] | None] = {}
+        self._lock = threading.Lock()
+
+    def bind(self, ids: TokenIds, content: bytes, salt: bytes) -> bool:
+        """Let ids stand for the rows of a content; False where one stands for another, or too many stand for some."""
+        if not content:
+            return False
+        rows = {(salt, token_id): (content, row) for row, token_id in enumerate(ids.tolist())}
+        with self._lock:
+            known = [self._rows.get(key, row) for key, row in rows.items()]
+            has_room = len(self._rows) + len(rows) <= _MOST_SHORT_IDS or all(key in self._rows for key in rows)
+            if not has_room or len(rows) < ids.size or known != list(rows.values()):
+                return False
+            self._rows.update(rows)
+        return True
+
+    def contents(self, token_ids: TokenIds, salt: bytes) -> bytes:
+        """The places in a part of a text that ids of short runs have, and what they stand for; empty without any."""
+        parts = []
+        for place, token_id in zip(*(one.tolist() for one in _short_ids(token_ids)), strict=True):
+            known = self._rows.get((salt, token_id))
+            if known is not None:
+                parts.append(place.to_bytes(8, "little") + known[1].to_bytes(8, "little") + known[0])
+        return b"".join(parts)
+
+    def named(self, token_ids: TokenIds, salt: bytes) -> dict[int, tuple[bytes, int]]:
+        """The ids of short runs in a text, with the content and row that each stands for."""
+        found = {token_id: self._rows.get((salt, token_id)) for token_id in _short_ids(token_ids)[1].tolist()}
+        return {token_id: row for token_id, row in found.items() if row is not None}
+
+    def learn(self, token_ids: TokenIds, names: Mapping[int, tuple[bytes, int]], salt: bytes) -> int:
+        """Let ids of a text stand for what another process says they do, as `named`, and keep its other ids from short
+        runs; returns how many ids there are up to the first that stands for something else here."""
+        places, short = _short_ids(token_ids)
+        with self._lock:
+            for place, token_id in zip(places.tolist(), short.tolist(), strict=True):
+                row = names.get(token_id)
+                if self._rows.setdefault((salt, token_id), row) != row:
+                    return int(place)
+        return token_ids.size
+
+
+def _short_ids(token_ids: TokenIds) -> tuple[NDArray[np.int64], TokenIds]:
+    """Where in a text ids may be those of short runs, and those ids."""
+    places = np.flatnonzero(token_ids < _SHORT_IDS - (1 << 31))
+    return places, token_ids[places]
 
 
 def join_pieces(pieces: Sequence[Sequence[int] | NDArray[np.integer] | MediaRun]) -> tuple[TokenIds, list[MediaRun]]:
@@ -125,22 +202,23 @@ class EmbeddingStore:
     """Embeddings of the runs used last, within `max_bytes`; any thread may ask.
 
     Each run is computed by one thread, for which others that want the same wait; where that one is stopped, the next
-    computes it. Texts of other salts share none. Runs whose ids do not tell them apart are not kept. num_bytes: of
-    those kept. held_bytes: of those that texts hold until their rows are computed, which leave as much less to be kept.
-    tier: is asked before anything is computed.
+    computes it. Texts of other salts share none. Runs that nothing tells apart are not kept. num_bytes: of those kept.
+    held_bytes: of those that texts hold until their rows are computed, which leave as much less to be kept. tier: is
+    asked before anything is computed. short_runs: what the ids of short runs stand for.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_EMBEDDING_BYTES) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = self.held_bytes = 0
         self.tier: EmbeddingTier | None = None
+        self.short_runs = ShortRuns()
         self._kept: OrderedDict[tuple[bytes, bytes], FloatArray] = OrderedDict()
         self._turns: dict[tuple[bytes, bytes], _Turn] = {}
         self._lock = threading.Lock()
 
     def find(self, run: MediaRun, salt: bytes = NO_SALT, check: Check = _never) -> FloatArray:
         """The embeddings of a run, computed if they are not kept. Raises: what `embed` and `check` do; RequestError."""
-        if run.ids.size < FEWEST_CACHED_ROWS:
+        if not self.tells_apart(run, salt):
             return _computed(run, check)
         key = salt, run.ids.tobytes()
         with self._lock:
@@ -165,6 +243,10 @@ class EmbeddingStore:
                 turn.num_threads -= 1
                 if not turn.num_threads:
                     del self._turns[key]
+
+    def tells_apart(self, run: MediaRun, salt: bytes) -> bool:
+        """True if a run's ids stand for its content alone."""
+        return not run.is_short or self.short_runs.bind(run.ids, run.content, salt)
 
     def kept(self, ids: TokenIds, salt: bytes) -> FloatArray | None:
         """The embeddings of a run by its ids, if they are kept in memory."""
@@ -248,7 +330,7 @@ class PlacedMedia:
         self._held: dict[int, FloatArray] = {}
         self.end = places[-1].end
         """Position after the last run."""
-        self.cached_length = next((one.start for one in places if one.run.ids.size < FEWEST_CACHED_ROWS), None)
+        self.cached_length = next((one.start for one in places if not store.tells_apart(one.run, salt)), None)
         """Positions of the longest prefix that its ids tell from every other; None for any."""
 
     @classmethod

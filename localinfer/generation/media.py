@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.engine.cache.block_hashes import NO_SALT
-from localinfer.engine.media import Check, MediaRun, media_ids
+from localinfer.engine.media import Check, MediaRun, media_content, media_ids
 from localinfer.errors import ContextLengthError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.media_parts import (
     MediaKind,
@@ -449,7 +449,12 @@ class MediaReader:
         stretches = [piece for piece in layout.pieces if not isinstance(piece, str)]
         runs = tuple(
             MediaRun(
-                one.ids, partial(self._embed, source, one.index, salt), one.grid, one.num_positions, one.sees_itself
+                one.ids,
+                partial(self._embed, source, one.index, salt),
+                one.grid,
+                one.num_positions,
+                one.sees_itself,
+                content=media_content(self._model.identity, one.digest),
             )
             for one in stretches
         )

@@ -125,7 +125,9 @@ class MediaFiles:
 
     def _tier_of(self, ids: TokenIds, salt: bytes) -> DiskTier:
         """The tier in which a run's files follow no key that another run's do, so that none is searched for it."""
-        return self._tier.of_salt(hashlib.sha256(len(salt).to_bytes(8, "little") + salt + ids.tobytes()).digest())
+        contents = self._store.short_runs.contents(ids, salt)
+        key = len(salt).to_bytes(8, "little") + salt + ids.tobytes() + contents
+        return self._tier.of_salt(hashlib.sha256(key).digest())
 
 
 def _pages(rows: FloatArray, indices: Sequence[int]) -> list[memoryview]:

@@ -11,7 +11,8 @@ A file has a header, then the page's bytes as in memory:
 | 4 x capacity | ids of the tokens computed, then zeros (little-endian int32) |
 | 32 | checksum of the header up to here and of the page |
 
-The key of a page is the SHA-256 of the previous page's key and of its own token ids; the key before the first page is
+The key of a page is the SHA-256 of the previous page's key and of its own token ids, and of the contents that ids of
+short pictures stand for, which the checksum covers too (`ShortRuns`); the key before the first page is
 the fingerprint of everything else that the bytes depend on, or of a salted text the SHA-256 of that and of its salt. So
 a key identifies a whole prefix. A file is named by the key of the prefix before it and by its own: a prompt finds its
 pages without an index, sequences with a common prefix share files, and any number of processes may use one folder, as
@@ -99,15 +100,17 @@ class PageFormat:
 
 @dataclass(frozen=True, eq=False)
 class PageRecord:
-    """The identity of a page: the key of the prefix before it, and its token ids, int32[1..page_tokens]."""
+    """The identity of a page: the key of the prefix before it, its token ids, int32[1..page_tokens], and the contents
+    that some of them stand for, which a file does not say."""
 
     parent: bytes
     token_ids: TokenIds
+    contents: bytes = b""
 
     @functools.cached_property
     def key(self) -> bytes:
         """Key of the prefix up to this page's last token."""
-        return hashlib.sha256(self.parent + self.token_ids.astype("<i4").tobytes()).digest()
+        return hashlib.sha256(self.parent + self.token_ids.astype("<i4").tobytes() + self.contents).digest()
 
     def is_same(self, other: "PageRecord") -> bool:
         """Return True if both have the same tokens after the same prefix."""
@@ -121,7 +124,7 @@ def write_page(path: Path, form: PageFormat, record: PageRecord, page: memoryvie
     Raises: OSError; then nothing is left behind.
     """
     header = _header(form, record)
-    digest = checksum(header, page)
+    digest = checksum(header + record.contents, page)
 
     def write(file: FileIO) -> None:
         for part in (header + digest, page):
@@ -141,13 +144,13 @@ def read_page(path: Path, form: PageFormat, wanted: PageRecord, page: memoryview
     found = _parse(form, header)
     if isinstance(found, Rejection):
         return found
-    if checksum(header[:-CHECKSUM_BYTES], page) != header[-CHECKSUM_BYTES:]:
+    if checksum(header[:-CHECKSUM_BYTES] + wanted.contents, page) != header[-CHECKSUM_BYTES:]:
         return Rejection.ALTERED
     return None if found.is_same(wanted) else Rejection.FOREIGN
 
 
 def read_record(path: Path, form: PageFormat) -> PageRecord | Rejection:
-    """Read only the identity that a file claims; only `read_page` verifies it."""
+    """Read only the identity that a file claims, without contents; only `read_page` verifies it."""
     header = _read(path, form)
     return header if isinstance(header, Rejection) else _parse(form, header)
 
@@ -217,6 +220,15 @@ T = TypeVar("T")
 
 _MAX_SIBLINGS = 1024
 """Files after one prefix that are searched for the longest common prefix: at most 10 milliseconds."""
+
+
+Contents = Callable[[TokenIds, bytes], bytes]
+"""The contents that ids of a page stand for, by their salt; see `ShortRuns.contents`."""
+
+
+def no_contents(token_ids: TokenIds, salt: bytes) -> bytes:
+    """None: ids stand for themselves."""
+    return b""
 
 
 class FileKind(Enum):
@@ -295,7 +307,8 @@ class DiskTier:
     folder: private, and existing. fingerprint: 32-byte hash of everything but the token ids that a page's bytes depend
     on. max_bytes: budget of the whole folder, pages of other fingerprints included. threads: how many read and verify
     pages concurrently. kind: WINDOW for the pages' sliding-window blocks, whose files lie beside those of the pages.
-    salt: of the texts whose pages it finds and writes; see `of_salt`.
+    contents: of ids that do not say all of what they stand for. salt: of the texts whose pages it finds and writes; see
+    `of_salt`.
     """
 
     def __init__(
@@ -308,6 +321,7 @@ class DiskTier:
         max_bytes: int,
         threads: int = 1,
         kind: FileKind = FileKind.PAGE,
+        contents: Contents = no_contents,
     ) -> None:
         assert len(fingerprint) == KEY_BYTES, "a fingerprint is a SHA-256"
         self._suffix, magic = kind.value
@@ -320,6 +334,7 @@ class DiskTier:
         self._is_too_small = self.form.file_bytes > max_bytes
         self._saving = threading.Lock()
         self._threads = threads
+        self._contents = contents
 
     def of_salt(self, salt: bytes) -> Self:
         """This tier as texts of a salt see it: the key before their first page is of the salt too, so that they share
@@ -504,16 +519,20 @@ class DiskTier:
     def _records(self, token_ids: TokenIds) -> Iterator[PageRecord]:
         parent = self._first_key
         for start in range(0, token_ids.size, self.form.page_tokens):
-            record = PageRecord(parent, token_ids[start : start + self.form.page_tokens])
+            record = self._record(parent, token_ids[start : start + self.form.page_tokens])
             yield record
             parent = record.key
+
+    def _record(self, parent: bytes, token_ids: TokenIds) -> PageRecord:
+        return PageRecord(parent, token_ids, self._contents(token_ids, self.salt))
 
     def _path(self, record: PageRecord) -> Path:
         parent = record.parent.hex()
         return self.folder / parent[:1] / f"{parent[:32]}-{record.key.hex()[:32]}{self._suffix}"
 
     def _siblings(self, record: PageRecord) -> Iterator[tuple[Path, PageRecord]]:
-        """Files after the same prefix, with the identities they claim; damaged ones are left out."""
+        """Files after the same prefix, with the identities they claim; left out are damaged ones, and those by whose
+        names their ids stand for other contents than here."""
         folder = self._path(record).parent
         start = f"{record.parent.hex()[:32]}-"
         try:
@@ -523,7 +542,9 @@ class DiskTier:
         for name in [name for name in names if name.endswith(self._suffix)][:_MAX_SIBLINGS]:
             sibling = read_record(folder / name, self.form)
             if isinstance(sibling, PageRecord) and sibling.parent == record.parent:
-                yield folder / name, sibling
+                sibling = self._record(sibling.parent, sibling.token_ids)
+                if self._path(sibling).name == name:
+                    yield folder / name, sibling
 
     def _longest_beginning(self, record: PageRecord) -> FoundPage | None:
         """The file that shares the most leading tokens with a page that has no file."""
@@ -599,7 +620,16 @@ class FoundSnapshot(NamedTuple):
 class SnapshotTier(DiskTier):
     """The snapshots of one fingerprint in a cache folder; see `DiskTier`."""
 
-    def __init__(self, folder: Path, fingerprint: bytes, *, page_tokens: int, state_bytes: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: bytes,
+        *,
+        page_tokens: int,
+        state_bytes: int,
+        max_bytes: int,
+        contents: Contents = no_contents,
+    ) -> None:
         super().__init__(
             folder,
             fingerprint,
@@ -607,6 +637,7 @@ class SnapshotTier(DiskTier):
             page_bytes=state_bytes,
             max_bytes=max_bytes,
             kind=FileKind.STATE,
+            contents=contents,
         )
 
     def find_snapshots(self, token_ids: TokenIds, *, after: int) -> Iterator[FoundSnapshot]:
@@ -621,7 +652,9 @@ class SnapshotTier(DiskTier):
                 if isinstance(record, Rejection):
                     self._reject(path, record)
                 elif record.parent == wanted.parent and _is_prefix(record.token_ids, wanted.token_ids):
-                    found.append(FoundSnapshot(index * size + record.token_ids.size, path, record))
+                    record = self._record(record.parent, record.token_ids)
+                    if self._path(record) == path:
+                        found.append(FoundSnapshot(index * size + record.token_ids.size, path, record))
             yield from (one for one in sorted(found, key=lambda one: -one.position) if one.position > after)
 
     def read_snapshot(self, found: FoundSnapshot, states: memoryview) -> bool:
@@ -651,7 +684,7 @@ class SnapshotTier(DiskTier):
             num_written, reason = 0, None
             for position in sorted(positions, reverse=True):
                 index, within = divmod(position - 1, size)
-                record = PageRecord(records[index].parent, records[index].token_ids[: within + 1])
+                record = self._record(records[index].parent, records[index].token_ids[: within + 1])
                 path = self._path(record)
                 if check_file(path, self.form.file_bytes) is not None:
                     states = read(position)

@@ -534,6 +534,7 @@ class DiskCache:
                 page_tokens=pool.page_tokens,
                 state_bytes=pool.states.slot_bytes,
                 max_bytes=self._max_bytes,
+                contents=self._engine.embeddings.short_runs.contents,
             )
         self._tiers = tiers = Tiers(pages, windows, states)
         if self._history is not None:
@@ -551,6 +552,7 @@ class DiskCache:
             max_bytes=self._max_bytes,
             threads=num_io_threads(),
             kind=kind,
+            contents=self._engine.embeddings.short_runs.contents,
         )
 
     def _find_others(self) -> Iterator[tuple[Mapping[str, str], DiskTier]]:

@@ -5,7 +5,8 @@
 | 8 | `LOCALSES` |
 | 4 | version (little-endian uint32) |
 | 8 | length of the JSON text (little-endian uint64) |
-| | JSON: fingerprint, token ids, tokens and bytes per page, sliding-window blocks, snapshots of states |
+| | JSON: fingerprint, token ids and the contents that those of short pictures stand for, tokens and bytes per page, \
+sliding-window blocks, snapshots of states |
 | 32 x buffers | checksum of each page, each sliding-window block and each snapshot |
 | 32 | checksum of everything up to here |
 | | the pages, as in memory, then the sliding-window blocks of the last of them, then the snapshots |
@@ -19,7 +20,7 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ def save_session(
             num_windowed,
             pool.states.slot_bytes,
             positions,
+            engine.embeddings.short_runs.named(wanted[:length], salt),
         )
         write_session(target, content, views)
     finally:
@@ -142,8 +144,14 @@ def load_session(
             with engine.exclusive_cache() as cache:
                 for page, buffer in zip(fresh.tolist(), buffers, strict=True):
                     pool.fill(page, buffer)
-                snapshots = dict(zip(session.content.positions, slots, strict=True))
-                cache.tree.insert(token_ids, fresh, windowed, snapshots=snapshots, salt=salt)
+                # What an id of a short picture stands for here is not said anew.
+                length = engine.embeddings.short_runs.learn(token_ids, session.content.contents, salt)
+                count = pool.num_pages_for(length)
+                held = None if windowed is None else windowed[:count]
+                snapshots = {
+                    at: slot for at, slot in zip(session.content.positions, slots, strict=True) if at <= length
+                }
+                cache.tree.insert(token_ids[:length], fresh[:count], held, snapshots=snapshots, salt=salt)
                 cache.last_retired, cache.last_retired_salt = token_ids, salt
         finally:
             with engine.exclusive_cache():
@@ -158,7 +166,7 @@ class SessionContent:
     """The description in a session file: token ids int32[1..], and the parts of the fingerprint by name.
 
     windowed_bytes, num_windowed: bytes of a sliding-window block, and how many pages at the end have one. state_bytes,
-    positions: bytes of a snapshot of recurrent states, and where there is one, rising.
+    positions: bytes of a snapshot of recurrent states, and where there is one, rising. contents: see `ShortRuns.named`.
     """
 
     fingerprint: Mapping[str, str]
@@ -168,6 +176,7 @@ class SessionContent:
     num_windowed: int = 0
     state_bytes: int = 0
     positions: tuple[int, ...] = ()
+    contents: Mapping[int, tuple[bytes, int]] = field(default_factory=dict)
 
     @property
     def num_pages(self) -> int:
@@ -202,6 +211,9 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
         "state_bytes": content.state_bytes,
         "positions": list(content.positions),
     }
+    if content.contents:
+        # Versions that do not know these ids use nothing from them on.
+        fields["contents"] = [[token_id, name.hex(), row] for token_id, (name, row) in content.contents.items()]
     text = json.dumps(fields).encode()
     start = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text)) + text
     with OutputFile(path, is_private=True, error=SessionFileError) as file:
@@ -321,6 +333,7 @@ class SessionReader(Closing):
             page_tokens, page_bytes = fields["page_tokens"], fields["page_bytes"]
             windowed_bytes, num_windowed = fields["windowed_bytes"], fields["num_windowed"]
             state_bytes, positions = fields["state_bytes"], fields["positions"]
+            contents = {int(one): (bytes.fromhex(name), int(row)) for one, name, row in fields.get("contents", ())}
             is_sound = (
                 all(isinstance(value, str) for value in fingerprint.values())
                 and isinstance(token_ids, list)
@@ -339,7 +352,8 @@ class SessionReader(Closing):
             raise self._damaged("its description is not what save_session writes")
         form = PageFormat(page_tokens, page_bytes)
         ids = np.array(token_ids, np.int32)
-        return SessionContent(fingerprint, ids, form, windowed_bytes, num_windowed, state_bytes, tuple(positions))
+        sizes = (windowed_bytes, num_windowed, state_bytes, tuple(positions))
+        return SessionContent(fingerprint, ids, form, *sizes, contents)
 
     def _damaged(self, found: str) -> SessionFileError:
         return SessionFileError(f"{self.path} is damaged: {found}; use another copy, or send the conversation again")

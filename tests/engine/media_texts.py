@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import Check, MediaRun, join_pieces, media_ids
+from localinfer.engine.media import Check, MediaRun, join_pieces, media_content, media_ids
 from localinfer.engine.request import TokenEvent
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.kernels.program import Batch, Segment
@@ -77,8 +77,8 @@ class Encoder:
             return np.random.default_rng(list(digest)).random((count, WIDTH), np.float32)
 
         grid, taken = ((rows, columns), max(rows, columns)) if has_grid else (None, count)
-        ids = media_ids(b"encoder", digest, count)
-        return MediaRun(ids, embed or encode, grid, taken, sees_itself, name, passes_windows)
+        ids, content = media_ids(b"encoder", digest, count), media_content(b"encoder", digest)
+        return MediaRun(ids, embed or encode, grid, taken, sees_itself, name, passes_windows, content)
 
     def sound(self, name: str, rows: int) -> MediaRun:
         """A sound, whose rows have a position each."""
@@ -91,7 +91,7 @@ def random_pieces(encoder: Encoder, rng: np.random.Generator, *, sees_itself: bo
     for _ in range(int(rng.integers(1, 6))):
         kind = int(rng.integers(0, 4))
         if kind == 0:
-            pieces.append(encoder.sound(f"sound {rng.integers(2)}", int(rng.integers(5, 8))))
+            pieces.append(encoder.sound(f"sound {rng.integers(2)}", int(rng.integers(1, 8))))
         elif kind < 3:
             rows, columns = (int(side) for side in rng.integers(2, 4, 2))
             name = f"picture {rng.integers(3)}"

@@ -1,6 +1,7 @@
 """Pictures and sounds in prompts: whatever is cached, cut, or computed beside them, tokens are those of a cold run."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,16 @@ from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.stats import CacheMiss
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import Check, EmbeddingStore, MediaRun, PlacedMedia, join_pieces, media_ids
+from localinfer.engine.media import (
+    FEWEST_ROWS,
+    Check,
+    EmbeddingStore,
+    MediaRun,
+    PlacedMedia,
+    ShortRuns,
+    join_pieces,
+    media_ids,
+)
 from localinfer.engine.sampling.filters import log_total
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.engine.sampling.sampler import Sampler, SamplingPlan
@@ -326,22 +336,69 @@ def test_a_miss_names_the_picture() -> None:
     assert words.describe(tokenizer).startswith("the text differs at token 21, after '[picture or sound]\\x03': cached")
 
 
-def test_a_picture_of_few_rows_is_computed_again_and_said_so() -> None:
-    encoder = Encoder()
-    engine = Engine(media_model())
-    pieces: Pieces = [[1] * 9, encoder.picture("small", 2, 2), [2] * 9]
-    wanted = cold(pieces, GREEDY)
-    assert tokens(engine, pieces, GREEDY) == wanted == tokens(engine, pieces, GREEDY)
-    # Another picture of the same ids, as chance or an attacker may make one.
-    run = pieces[1]
-    assert isinstance(run, MediaRun)
-    forged = MediaRun(
-        run.ids, lambda check: np.ones((4, WIDTH), np.float32), run.grid, run.num_positions, False, "small"
-    )
-    other: Pieces = [pieces[0], forged, pieces[2]]
-    assert tokens(engine, other, GREEDY) == cold(other, GREEDY) != wanted
-    miss = miss_of(engine, pieces)
-    assert miss is not None and miss.summary == "small has too few rows to be told apart, at token 9"
+@pytest.mark.parametrize("sees_itself", [False, True])
+def test_pictures_of_few_rows_are_cached_and_told_from_others_of_their_ids(sees_itself: bool) -> None:
+    for count in range(1, 7):
+        encoder, engine, start, end = Encoder(), Engine(media_model()), [1] * 9, [2] * 9
+        small = encoder.picture("small", 1, count, sees_itself=sees_itself, has_grid=not sees_itself)
+        pieces: Pieces = [start, small, small, end]
+        wanted, size = cold(pieces, GREEDY), ids_of(pieces).size
+        encoder.asked.clear()
+        assert tokens(engine, pieces, GREEDY) == wanted == tokens(engine, pieces, GREEDY)
+
+        def cached(pieces: Pieces, engine: Engine = engine, **options: Any) -> int:
+            ids, runs = join_pieces(pieces)
+            generation = engine.generate(ids, GREEDY, max_tokens=1, media=runs, **options)
+            list(generation)
+            return generation.record.cached_tokens
+
+        # Once encoded for both places, and not again.
+        assert cached(pieces) == size - 1 and encoder.asked == ["small"]
+        # Other words behind it, and other pictures beside it.
+        assert cached([start, small, small, [3] * 9]) == 9 + 2 * count
+        assert cached([start, small, encoder.picture("other", 1, count), end]) == 9 + count
+        # Another owner's text is a text of its own.
+        assert cached(pieces, cache_hints=CacheHints(salt=b"another")) == 0
+        assert cached(pieces, cache_hints=CacheHints(salt=b"another")) == size - 1
+        if count >= FEWEST_ROWS:
+            continue
+        # Another picture of the same ids, as chance or an attacker may make one, and one that nothing is known of.
+        embeddings = np.ones((count, WIDTH), np.float32)
+        for content in (b"forged", b""):
+            forged = replace(small, embed=lambda check, rows=embeddings: rows, content=content)
+            other: Pieces = [start, forged, end]
+            assert tokens(engine, other, GREEDY) == cold(other, GREEDY) == tokens(engine, other, GREEDY) != wanted
+            assert cached(other) == 9
+            miss = miss_of(engine, other)
+            assert miss is not None and miss.summary == "small has too few rows to be told apart, at token 9"
+        assert tokens(engine, pieces, GREEDY) == wanted
+        assert cached(pieces) == size - 1
+
+
+def test_ids_of_short_runs_begin_no_other_run_and_stand_for_one_row() -> None:
+    last_short, shorts, salt = -(1 << 31) + (1 << 24), ShortRuns(), b"salt"
+    for number in range(300):
+        digest = bytes([number // 256, number % 256])
+        for count in (1, 4, 5, 40):
+            ids = media_ids(b"encoder", digest, count)
+            assert ids[0] < last_short if count < FEWEST_ROWS else ids[0] >= last_short
+            assert (ids < -1).all() and (count >= FEWEST_ROWS or (ids < last_short).all())
+    first, other = media_ids(b"encoder", b"one", 3), media_ids(b"encoder", b"two", 4)
+    assert shorts.bind(first, b"one", salt) and shorts.bind(first, b"one", salt)
+    assert not shorts.bind(first, b"two", salt) and shorts.bind(first, b"two", b"other salt")
+    assert not shorts.bind(first[[1, 0]], b"one", salt), "rows of it in another order"
+    assert not shorts.bind(first[[0, 0]], b"three", b"third salt")
+    # What another process says of them.
+    text = np.concatenate([[1, 2], first, [3], other, [4]]).astype(np.int32)
+    assert shorts.named(text, salt) == {int(token): (b"one", row) for row, token in enumerate(first)}
+    parts = [shorts.contents(part, one) for part in (text[3:], text[2:]) for one in (salt, b"other salt")]
+    assert len({*parts}) == 4 and shorts.contents(text[5:], salt) == b""
+    elsewhere = ShortRuns()
+    assert elsewhere.learn(text, shorts.named(text, salt), salt) == text.size
+    assert elsewhere.bind(first, b"one", salt)
+    assert not elsewhere.bind(other, b"two", salt), "nobody said what these stand for"
+    assert ShortRuns().bind(other, b"two", salt)
+    assert shorts.learn(text, {int(first[1]): (b"two", 1)}, b"other salt") == 2
 
 
 def test_a_run_of_rows_that_see_each_other_is_found_whole_or_not_at_all() -> None:

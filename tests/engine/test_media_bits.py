@@ -12,7 +12,7 @@ import pytest
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.sequence import KVEviction
 from localinfer.engine.engine import Engine
-from localinfer.engine.media import Check, MediaRun, join_pieces, media_ids
+from localinfer.engine.media import Check, MediaRun, join_pieces, media_content, media_ids
 from localinfer.engine.speculation.mtp import MTPDrafter
 from localinfer.engine.speculation.ngram import NgramDrafter
 from localinfer.engine.speculation.verify import Speculation
@@ -60,14 +60,16 @@ class Family:
             return np.random.default_rng(seed).standard_normal((rows * columns, self.width), np.float32)
 
         grid, taken = (None, rows * columns) if self.sees_itself else ((rows, columns), max(rows, columns))
-        ids = media_ids(self.name.encode(), bytes([seed, rows, columns]), rows * columns)
-        return MediaRun(ids, embed, grid, taken, self.sees_itself, f"picture {seed}")
+        named = self.name.encode(), bytes([seed, rows, columns])
+        ids, content = media_ids(*named, rows * columns), media_content(*named)
+        return MediaRun(ids, embed, grid, taken, self.sees_itself, f"picture {seed}", content=content)
 
     def sound(self, seed: int, rows: int) -> MediaRun:
         def embed(check: Check) -> FloatArray:
             return np.random.default_rng(seed).standard_normal((rows, self.width), np.float32)
 
-        return MediaRun(media_ids(b"ear", bytes([seed, rows]), rows), embed, None, rows, False, f"sound {seed}")
+        ids, content = media_ids(b"ear", bytes([seed, rows]), rows), media_content(b"ear", bytes([seed, rows]))
+        return MediaRun(ids, embed, None, rows, False, f"sound {seed}", content=content)
 
     def load(self, *, threads: int = 1, disk: Path | None = None, drafts: str | None = None, **options: Any) -> LLM:
         model = load_model(
@@ -99,7 +101,7 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def prompt(family: Family, *edits: str) -> EncodedPrompt:
-    """Words, two pictures side by side, a sound, a picture. edits: parts that differ."""
+    """Words, two pictures side by side, a sound, a small picture and a short sound. edits: parts that differ."""
     pieces = {
         "first": words(9, 11 if "first" in edits else 1),
         "one": family.picture(1),
@@ -107,7 +109,8 @@ def prompt(family: Family, *edits: str) -> EncodedPrompt:
         "middle": words(14, 13 if "middle" in edits else 3),
         "sound": family.sound(3, 18),
         "last": words(5, 14 if "last" in edits else 4),
-        "three": family.picture(4),
+        "three": family.picture(4, 1, 3),
+        "four": family.sound(5, 2),
         "end": words(7, 15 if "end" in edits else 5),
     }
     ids, runs = join_pieces(list(pieces.values()))
@@ -148,7 +151,7 @@ def check(cold: LLM, llm: LLM, text: EncodedPrompt, cached: int | None = None, *
 def test_a_prompt_in_chunks_of_any_size_on_any_threads_has_the_bits_of_one_batch(family: Family, cold: LLM) -> None:
     text = prompt(family)
     wanted = engine_of(cold).logits(text.token_ids, text.media)
-    assert len(np.unique(wanted[:, 0])) > 100
+    assert len(np.unique(wanted[:, 0])) > 90
     for threads, rows in ((1, 21 if family.sees_itself else 1), (2, 34), (2, 512)):
         model = load_model(family.path, threads=threads, kv_type=family.kv_type, takes_media=True, batch_rows=rows)
         engine = Engine(model)
@@ -163,8 +166,8 @@ def test_bits_warm_are_those_of_a_cold_run(family: Family, cold: LLM, tmp_path: 
         reply = check(cold, llm, first, 0)
         check(cold, llm, first, size - 1)
         longer = EncodedPrompt(
-            [*map(int, first.token_ids), *reply.token_ids, *words(6, 7), *map(int, family.picture(9).ids), 5],
-            media=[*first.media, family.picture(9)],
+            [*map(int, first.token_ids), *reply.token_ids, *words(6, 7), *map(int, family.picture(9, 2, 2).ids), 5],
+            media=[*first.media, family.picture(9, 2, 2)],
         )
         check(cold, llm, longer)
         for edit in ("end", "last", "middle", "two", "first"):
@@ -225,6 +228,7 @@ def test_what_one_process_prefills_another_finds(family: Family, cold: LLM, tmp_
         found = answer(llm, EncodedPrompt(text.token_ids, media=[blind(run) for run in text.media]))
     cold.clear_cache()
     assert found.logprobs == answer(cold, text).logprobs
+    assert found.stats.cached_tokens == len(text.token_ids) - 1
 
 
 def test_a_bounded_window_of_keys_and_values_reads_pictures(family: Family) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.storage.page_store import DiskTier, PageSource
+from localinfer.storage.page_store import Contents, DiskTier, PageSource, no_contents
 from localinfer.types import TokenIds
 
 PAGE_TOKENS = 4
@@ -23,10 +23,16 @@ def numbered(count: int, start: int = 0) -> TokenIds:
     return np.arange(start, start + count, dtype=np.int32)
 
 
-def tier(folder: Path, *, fingerprint: bytes = FINGERPRINT, max_bytes: int = 1 << 20, threads: int = 2) -> DiskTier:
-    return DiskTier(
-        folder, fingerprint, page_tokens=PAGE_TOKENS, page_bytes=PAGE_BYTES, max_bytes=max_bytes, threads=threads
-    )
+def tier(
+    folder: Path,
+    *,
+    fingerprint: bytes = FINGERPRINT,
+    max_bytes: int = 1 << 20,
+    threads: int = 2,
+    contents: Contents = no_contents,
+) -> DiskTier:
+    sizes = {"page_tokens": PAGE_TOKENS, "page_bytes": PAGE_BYTES, "max_bytes": max_bytes}
+    return DiskTier(folder, fingerprint, **sizes, threads=threads, contents=contents)
 
 
 def computed(token_ids: TokenIds) -> list[memoryview]:

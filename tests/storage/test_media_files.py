@@ -59,7 +59,11 @@ def long(encoder: Encoder) -> Pieces:
     return [[1], encoder.picture("long", 5, 14), [2]]
 
 
-@pytest.mark.parametrize("pieces", [two, long])
+def small(encoder: Encoder) -> Pieces:
+    return [[1], encoder.picture("small", 1, 3), [2], encoder.sound("short", 1), [3]]
+
+
+@pytest.mark.parametrize("pieces", [two, long, small])
 def test_a_picture_whose_pages_are_gone_is_not_encoded_again(tmp_path: Path, pieces: Any) -> None:
     assert asked(tmp_path, pieces)
     assert delete(tmp_path, ".page")

@@ -51,6 +51,18 @@ def test_session_comes_back_byte_for_byte(tmp_path: Path, length: int):
         assert session.content.form == FORM and session.content.fingerprint == PARTS
 
 
+def test_contents_of_short_pictures_come_back_and_others_are_read_without(tmp_path: Path):
+    contents, path = {-5: (b"picture", 0), -9: (b"picture", 1)}, tmp_path / "session"
+    history = np.array([1, -5, -9, 2], np.int32)
+    write_session(path, SessionContent(PARTS, history, FORM, contents=contents), computed(history))
+    with SessionReader(path) as session:
+        assert session.content.contents == contents
+    saved(path)
+    assert b"contents" not in path.read_bytes()
+    with SessionReader(path) as session:
+        assert not session.content.contents
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes mean something else there")
 def test_file_is_readable_by_its_owner_only(tmp_path: Path):
     saved(tmp_path / "session")
@@ -118,6 +130,8 @@ HOSTILE: dict[str, bytes] = {
     "more windowed parts than pages": forged({**GOOD, "num_windowed": 2}),
     "more pages than bytes": forged({**GOOD, "token_ids": [1] * 1000, "page_tokens": 1}),
     "number in the fingerprint": forged({**GOOD, "fingerprint": {"weights": 1}}),
+    "contents that are no list": forged({**GOOD, "state_bytes": 0, "positions": [], "contents": 3}),
+    "contents that are no digest": forged({**GOOD, "state_bytes": 0, "positions": [], "contents": [[1, "x", 0]]}),
     "JSON longer than the file": struct.pack("<8sIQ", b"LOCALSES", FORMAT_VERSION, 2**62),
 }
 

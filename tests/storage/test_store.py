@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localinfer.engine.cache.block_hashes import NO_SALT
+from localinfer.engine.media import ShortRuns, media_ids
 from localinfer.storage import page_store
 from localinfer.storage.budget import clear
 from localinfer.storage.page_store import PageFormat, PageRecord, Rejection, Restored, read_page, write_page
@@ -141,6 +143,33 @@ def test_one_bit_changed_anywhere_is_refused(tmp_path: Path):
         flip(page, offset, 1 << offset % 8)
         found = read_page(page, FORM, record, fresh(1)[0])
         assert found in (Rejection.ALTERED, Rejection.FOREIGN), offset
+
+
+def test_pages_with_short_pictures_are_found_for_the_same_pictures_only(tmp_path: Path):
+    """Whose ids another process may have let stand for others."""
+    short = media_ids(b"encoder", b"picture", 2)
+    for size in (3, 4, 7, 11):
+        folder = tmp_path / str(size)
+        tiers, texts = {}, np.concatenate((numbered(size), short, numbered(6, 50)))
+        for content in (b"one", b"two", b""):
+            known = ShortRuns()
+            known.bind(short, content, NO_SALT)
+            tiers[content] = tier(folder, contents=known.contents)
+        for content in (b"one", b"two"):
+            tiers[content].save(texts, source(texts))
+        for content in (b"one", b"two"):
+            found = tiers[content].find(texts)
+            assert found.num_tokens == texts.size
+            assert tiers[content].restore(found, fresh(len(found.pages))).num_tokens == texts.size
+            # A text that shares no more than the picture, within its last page.
+            other = np.concatenate((numbered(size), short, numbered(3, 90)))
+            found = tiers[content].find(other)
+            assert found.num_tokens == size + 2
+            assert tiers[content].restore(found, fresh(len(found.pages))).num_tokens == size + 2
+        found = tiers[b""].find(texts)
+        assert found.num_tokens == size - size % PAGE_TOKENS, "whole pages before the picture"
+        assert all(one.counters.rejected.total() == 0 for one in tiers.values())
+        assert len(files(folder)) == 2 * -(-texts.size // PAGE_TOKENS) - size // PAGE_TOKENS
 
 
 def test_sound_file_under_a_wrong_name_is_refused(tmp_path: Path):

@@ -197,8 +197,8 @@ class PrefixCache:
     def match(self, token_ids: TokenIds, salt: bytes = NO_SALT, media: PlacedMedia | None = None) -> Match:
         """Match a prompt but its last token, up to where it may be continued; media: its pictures and sounds.
 
-        A run of rows that see each other is found as a whole or not at all, and nothing from the first run on that is
-        too short for its ids to tell it from others.
+        A run of rows that see each other is found as a whole or not at all, and nothing from the first short run on
+        whose ids stand for another one's.
         """
         match = self.tree.match(self._reusable(token_ids, media), salt)
         if media is None:

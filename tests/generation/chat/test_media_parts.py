@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import localinfer
-from localinfer.engine.media import FEWEST_CACHED_ROWS, Check, media_ids
+from localinfer.engine.media import FEWEST_ROWS, Check, media_ids
 from localinfer.errors import MessageError
 from localinfer.generation.chat.media_parts import (
     MediaSource,
@@ -126,7 +126,7 @@ def test_ids_tell_rows_pictures_and_encoders_apart() -> None:
     np.testing.assert_array_equal(media_ids(b"encoder", b"picture", 300), first[:300])
     for others in (media_ids(b"encoder2", b"picture", 1000), media_ids(b"encoder", b"pictures", 1000)):
         assert (others != first).sum() > 990
-    assert np.unique(first[:FEWEST_CACHED_ROWS]).size == FEWEST_CACHED_ROWS
+    assert np.unique(first[:FEWEST_ROWS]).size == FEWEST_ROWS
 
 
 class FakeModel:
