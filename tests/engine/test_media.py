@@ -163,9 +163,10 @@ def test_embeddings_are_kept_within_bytes_and_computed_once_by_threads_that_want
     assert store.num_bytes == 2 * size
     assert encoder.asked == ["slow", "0", "1", "2", "1"], "the least recently used goes"
     short = encoder.picture("short", 2, 2)
-    store.find(short)
-    store.find(short)
-    assert encoder.asked[-2:] == ["short", "short"], "its ids do not tell it from others"
+    unknown = replace(short, content=b"")
+    for one in (short, short, unknown, unknown):
+        store.find(one)
+    assert encoder.asked[-3:] == ["short"] * 3, "of what nothing is known its ids do not tell it from others"
 
 
 def test_a_long_picture_is_encoded_once_for_all_its_chunks_however_little_is_kept() -> None:
@@ -177,7 +178,7 @@ def test_a_long_picture_is_encoded_once_for_all_its_chunks_however_little_is_kep
         assert encoder.asked == ["long", "short"]
         assert found == cold(pieces, GREEDY)
         assert engine.embeddings.held_bytes == 0
-        assert engine.embeddings.num_bytes == (30 * WIDTH * 4 if num_bytes else 0)
+        assert engine.embeddings.num_bytes == (34 * WIDTH * 4 if num_bytes else 0)
 
 
 def test_texts_that_wait_hold_half_of_the_bytes_at_most() -> None:

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localinfer
+from localinfer.engine.media import MediaRun
 from localinfer.generation.chat.media_parts import MediaSource, read_media_part
 from localinfer.generation.whole_prompts import WholeSight, framed, whole_run
 from localinfer.llm import LLM
@@ -99,6 +100,7 @@ def test_the_words_begin_behind_the_last_picture() -> None:
         (" best", False),
         ("\n", False),
     ]
-    run = whole_run([5] * 10, [], sight, b"encoders")
+    picture = MediaRun(np.array([-3, -2], np.int32), lambda check: np.full((2, 2), 9, np.float32), None, 2, False)
+    run = whole_run([-3, -2, *[5] * 8], [picture], sight, b"encoders")
     assert run.sees_itself and run.passes_windows and run.num_positions == 10
-    np.testing.assert_array_equal(run.embed(lambda: None), np.full((10, 2), 5))
+    np.testing.assert_array_equal(run.embed(lambda: None)[:, 0], [9] * 2 + [5] * 8)
