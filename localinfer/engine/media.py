@@ -412,6 +412,23 @@ class PlacedMedia:
                     check()
                     self._embeddings_of(place, check)
 
+    def prepare(self, first: int, count: int, should_stop: Callable[[], bool]) -> bool:
+        """Compute the embeddings of `count` rows from position `first` on, before a step that computes the rows, and
+        hold them until `release`; False if `should_stop` ended it. Raises: what `embed` does."""
+
+        def check() -> None:
+            if should_stop():
+                raise _Stopped
+
+        try:
+            for place in self._places if first < self.end else ():
+                if place.end > first and place.start < first + count and place.number not in self._held:
+                    check()
+                    self._embeddings_of(place, check)
+        except _Stopped:
+            return False
+        return True
+
     def release(self, length: int) -> None:
         """Let go of the embeddings of what ends within `length` positions."""
         for place in self._places if self._held else ():

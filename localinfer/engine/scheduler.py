@@ -281,9 +281,25 @@ class Scheduler:
         """Reserve memory for the rows of a step, preempting where there is too little, and take it for the rest."""
         reserved = [part for part in scheduled if self._reserve(part)]
         # A later one may have taken it from a less urgent one before it.
-        with_memory = [part for part in reserved if part.request.sequence is not None]
+        with_memory = [part for part in reserved if part.request.sequence is not None and self._prepare(part)]
         if with_memory:
             self._runner.compute(with_memory, should_abort)
+
+    def _prepare(self, part: ScheduledSequence) -> bool:
+        """Compute embeddings that a part's rows need and that were not held before; False if its request ended
+        meanwhile, and the others go on without it."""
+        request = part.request
+        if request.media is None:
+            return True
+        try:
+            return request.media.prepare(
+                request.cache.length,
+                part.num_rows,
+                lambda: request.is_cancelled or request.is_over or not self.is_usable,
+            )
+        except Exception as error:
+            self._runner.fail(request, error)
+            return False
 
     def _reserve(self, part: ScheduledSequence) -> bool:
         """Reserve memory for a part's rows; return whether there is."""

@@ -541,6 +541,36 @@ def test_a_request_that_ends_stops_in_its_picture_and_another_that_wants_it_gets
     assert found[1 - ends] == tokens(engine, pieces, GREEDY, max_tokens=3)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_text_that_ends_while_its_step_encodes_holds_up_no_other(fails: bool) -> None:
+    """Where nothing may be held before its step, its rows are encoded in it."""
+    encoder, engine = Encoder(), Engine(media_model(), embedding_bytes=0)
+    wanted = cold([[7, 1]], SEEDED, max_tokens=12)
+    beside = engine.generate([7, 1], SEEDED, max_tokens=12)
+    found = [next(beside)]
+
+    def embed(check: Check) -> Any:
+        encoder.asked.append("tile")
+        if fails:
+            raise RuntimeError("no such picture")
+        ended.cancel()
+        check()
+        raise AssertionError("it goes on after its request has ended")
+
+    tiles = [encoder.picture("one", 3, 3), encoder.picture("two", 3, 3, embed=embed), encoder.picture("three", 2, 3)]
+    ids, runs = join_pieces([[1], *tiles, [2]])
+    ended = engine.generate(ids, GREEDY, max_tokens=3, media=runs)
+    if fails:
+        with pytest.raises(RuntimeError, match="no such picture"):
+            list(ended)
+    else:
+        assert [event.finish_reason for event in ended] == ["cancelled"]
+    assert encoder.asked == ["one", "tile"] and not engine.embeddings.held_bytes
+    assert [*found, *beside] == wanted
+    pieces: Pieces = [[1], encoder.picture("one", 3, 3), [2]]
+    assert tokens(engine, pieces, GREEDY) == cold(pieces, GREEDY)
+
+
 def test_an_interrupt_of_a_reader_stops_its_picture() -> None:
     engine, encoder = Engine(media_model()), Encoder()
 
