@@ -1,7 +1,10 @@
-"""Steps of a build that pyproject.toml cannot express: digests of the sources, a bill of materials, equal bytes.
+"""Steps of a build that pyproject.toml cannot express: digests of the sources, packs of kernels, a bill of materials.
 
 Two builds of the same sources give the same wheel and the same source archive: times, owners, modes and the order of
 files do not depend on when, where and by whom they are built.
+
+With LOCALINFER_BUILD_PACKS naming the folder that `localinfer warmup --packs FOLDER` wrote from the same sources, the
+wheel has these compiled kernels and is one for this system. Without it the wheel is for every system.
 """
 
 import gzip
@@ -21,6 +24,7 @@ from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 SOURCE_DIGESTS = runpy.run_path(str(ROOT / "kernels" / "versions.py"))
+PACKS = os.environ.get("LOCALINFER_BUILD_PACKS")
 LOCK = "pylock.toml"
 DEMO = "models/demo/demo-f16.gguf"
 
@@ -40,12 +44,18 @@ class BuildWithDigests(build_py):
         digests: dict[str, str] = {}
         for name in SOURCE_DIGESTS["PACKAGES"]:
             digests |= SOURCE_DIGESTS["digests_of"](name, package / name)
+        packs = self._take_packs(
+            package / "kernels" / "packs", SOURCE_DIGESTS["digests_of"]("kernels", package / "kernels")
+        )
         lines = [
-            '"""Which sources this was built from: written by the build."""',
+            '"""Which sources this was built from, and which packs it has: written by the build."""',
             "",
             f'VERSION = "{self.distribution.get_version()}"',
             "DIGESTS: dict[str, str] = {",
             *(f'    "{name}": "{digest}",' for name, digest in digests.items()),
+            "}",
+            "PACKS: dict[str, str] = {",
+            *(f'    "{name}": "{digest}",' for name, digest in packs.items()),
             "}",
         ]
         target = package / "kernels" / SOURCE_DIGESTS["BUILT"]
@@ -53,9 +63,42 @@ class BuildWithDigests(build_py):
         target.unlink()
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
+    def _take_packs(self, folder: Path, digests: dict[str, str]) -> dict[str, str]:
+        """Copy the packs, which have to be of these sources; digests of their indices by name."""
+        taken = {}
+        for old in folder.glob("*.pack"):
+            old.unlink()
+        sources = SOURCE_DIGESTS["combined"](SOURCE_DIGESTS["cpu_kernels"](digests))
+        wanted = {"version": self.distribution.get_version(), "sources": sources}
+        for path in sorted(Path(PACKS).glob("*.pack")) if PACKS else ():
+            content = path.read_bytes()
+            index = content[40 : 40 + int.from_bytes(content[32:40], "little")]
+            if (
+                hashlib.sha256(index).digest() != content[:32]
+                or not wanted.items() <= json.loads(index)["origin"].items()
+            ):
+                raise SystemExit(
+                    f"{path} is not of these sources; make it again with `localinfer warmup --packs {PACKS}`"
+                )
+            folder.mkdir(exist_ok=True)
+            (folder / path.name).write_bytes(content)
+            taken[path.name] = content[:32].hex()
+        if PACKS and not taken:
+            raise SystemExit(f"{PACKS} has no packs; make them with `localinfer warmup --packs {PACKS}`")
+        return taken
+
 
 class WheelWithMaterials(bdist_wheel):
-    """Adds the bill of materials to a wheel's metadata, in `sboms/` (PEP 770)."""
+    """Adds the bill of materials to a wheel's metadata, in `sboms/` (PEP 770); one with packs is for this system."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if PACKS:
+            self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, system = super().get_tag()
+        return ("py3", "none", system) if PACKS else (python, abi, system)
 
     def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
         super().egg2dist(egginfo_path, distinfo_path)

@@ -77,6 +77,11 @@ def source_digests(package: str) -> dict[str, str] | None:
     return written | found or None
 
 
+def cpu_kernels(digests: dict[str, str]) -> dict[str, str]:
+    """Those digests of the package of kernels on which code for CPUs depends."""
+    return {name: digest for name, digest in digests.items() if not name.startswith("kernels/cuda/")}
+
+
 def combined(digests: dict[str, str]) -> str:
     """One hash of several digests and their names, 16 hexadecimal digits."""
     return hashlib.sha256("".join(f"{name}\0{digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()[:16]

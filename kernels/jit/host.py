@@ -106,6 +106,18 @@ def _system_features() -> Features:
     return features_of_hwcap(ask(_AT_HWCAP), ask(_AT_HWCAP2))
 
 
+_SETTINGS_IN_CODE = (
+    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
+    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
+)
+
+
+def settings_in_code() -> list[str | bool | None]:
+    """Settings that affect compiled code, those of Numba and guard mode; all are false if none is set."""
+    # In guard mode kernels check alignments, alike whichever end of an array is exact.
+    return [*map(os.environ.get, _SETTINGS_IN_CODE), bool(os.environ.get("LOCALINFER_GUARD"))]
+
+
 def target_cpu() -> str:
     """LLVM's name of the CPU that kernels are compiled for: this one, or that of NUMBA_CPU_NAME."""
     return os.environ.get("NUMBA_CPU_NAME") or str(llvm.get_host_cpu_name())
@@ -121,6 +133,11 @@ def target_features() -> str:
     features = host_features()
     if os.environ.get("NUMBA_ENABLE_AVX") == "0":
         features = {name: has and not name.startswith("avx") for name, has in features.items()}
+    return feature_flags(features)
+
+
+def feature_flags(features: Features) -> str:
+    """Features as LLVM takes them for a target."""
     return ",".join(f"{'+' if features[name] else '-'}{name}" for name in sorted(features))
 
 

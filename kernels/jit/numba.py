@@ -15,7 +15,7 @@ from numba import types
 from localinfer.errors import MissingPackageError
 from localinfer.kernels.jit import isa, numba_target
 from localinfer.kernels.jit.host import is_arm64
-from localinfer.kernels.jit.object_cache import symbol, target_machine
+from localinfer.kernels.jit.object_cache import symbol as symbol_of, target_machine
 
 _KINDS = {"q": types.int64, "d": types.float64}
 
@@ -88,14 +88,19 @@ def source_of(name: str) -> Source:
 
 def compile_kernel(name: str) -> bytes:
     """Compile a kernel to a relocatable object file for this machine."""
+    return compile_with_symbols(name)[0]
+
+
+def compile_with_symbols(name: str) -> tuple[bytes, list[str]]:
+    """The same, and the symbols of the process that it calls."""
     source = source_of(name)
     result = types.void if source.result is None else _KINDS[source.result]
     module, entry = numba_target.module_of(source.function, result(*[_KINDS[kind] for kind in source.arguments]))
-    _keep_only(module, entry, symbol(name))
+    _keep_only(module, entry, symbol_of(name))
     machine = target_machine()
     module = optimised(module, machine)
-    _check_symbols(module, name)
-    return bytes(machine.emit_object(module))
+    symbols = _outer_symbols(module, name)
+    return bytes(machine.emit_object(module)), symbols
 
 
 def optimised(module: Any, machine: Any) -> Any:
@@ -125,13 +130,17 @@ def _keep_only(module: Any, function_name: str, exported_name: str) -> None:
             value.linkage = "internal"
 
 
-def _check_symbols(module: Any, name: str) -> None:
-    """The linker aborts the process on an undefined symbol, so check that every one is known.
+def _outer_symbols(module: Any, name: str) -> list[str]:
+    """Symbols that a kernel needs. The linker aborts the process on one it does not find, so each must be known.
 
     Numba's symbols exist in this process, but not in one that only loads the object.
     """
-    for value in [*module.functions, *module.global_variables]:
-        if value.is_declaration and not value.name.startswith("llvm."):
-            is_runtime = value.name.startswith(("NRT_", "numba_"))
-            is_known = not is_runtime and llvm.address_of_symbol(value.name) is not None
-            assert is_known, f"{name} calls {value.name}, which a process without Numba does not have"
+    found = [
+        value.name
+        for value in [*module.functions, *module.global_variables]
+        if value.is_declaration and not value.name.startswith("llvm.")
+    ]
+    for symbol in found:
+        is_known = not symbol.startswith(("NRT_", "numba_")) and llvm.address_of_symbol(symbol) is not None
+        assert is_known, f"{name} calls {symbol}, which a process without Numba does not have"
+    return found

@@ -1,4 +1,4 @@
-"""Compiled kernels as object files in a private folder: compiled by Numba once per machine, linked by LLVM at start.
+"""Compiled kernels as object files, of a pack or in a private folder: compiled by Numba once, linked by LLVM at start.
 
 A warm start does not import Numba, which would take more time and memory than the rest of it. The folder's name is a
 key of everything that compiled kernels depend on: versions of localinfer, Python and Numba, CPU and features,
@@ -24,22 +24,17 @@ from typing import Any
 from llvmlite import binding as llvm
 
 from localinfer.kernels import address_space
-from localinfer.kernels.jit import host, isa
+from localinfer.kernels.jit import host, isa, packs
 from localinfer.kernels.versions import (
     UNKNOWN_SOURCES,
     UNKNOWN_SOURCES_WAY_OUT,
     combined,
+    cpu_kernels,
     installed_version,
     source_digests,
 )
 from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.folders import chosen_cache_folder, make_private, temporary_folder, user_folder
-
-_SETTINGS_IN_CODE = (
-    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
-    *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),
-)
-"""Settings of Numba that affect compiled code."""
 
 _CTYPES: dict[str, Any] = {"q": ctypes.c_int64, "d": ctypes.c_double}
 """Argument kinds of a `Function`: q is int64 or an address, d float64."""
@@ -60,7 +55,7 @@ def source_hash() -> str | None:
     digests = source_digests("kernels")
     if digests is None:
         return None
-    return combined({name: digest for name, digest in digests.items() if not name.startswith("kernels/cuda/")})
+    return combined(cpu_kernels(digests))
 
 
 def cache_key() -> str | None:
@@ -69,9 +64,7 @@ def cache_key() -> str | None:
     if sources is None:
         return None
     target = f"{llvm.get_host_cpu_name()} {sorted(host.host_features().items())} {llvm.get_process_triple()}"
-    # In guard mode kernels check alignments, alike whichever end of an array is exact.
-    overrides = [*map(os.environ.get, _SETTINGS_IN_CODE), bool(os.environ.get("LOCALINFER_GUARD"))]
-    machine = hashlib.sha256(f"{target} {overrides}".encode()).hexdigest()[:12]
+    machine = hashlib.sha256(f"{target} {host.settings_in_code()}".encode()).hexdigest()[:12]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     versions = f"{python}-numba{installed_version('numba')}-llvmlite{installed_version('llvmlite')}"
     return f"{installed_version('localinfer')}-{versions}-{isa.SELECTED.value}-{machine}-{sources}"
@@ -153,7 +146,9 @@ class Kernel:
     @property
     def is_cached(self) -> bool:
         """True once it is compiled."""
-        return self.name in _addresses or ((path := _path(self.name)) is not None and path.exists())
+        if self.name in _addresses or _packed(self.name) is not None:
+            return True
+        return (path := _path(self.name)) is not None and path.exists()
 
 
 class Function(Kernel):
@@ -192,15 +187,37 @@ def _address(name: str) -> int:
         return _addresses[name]
 
 
-def _code(name: str) -> bytes:
-    """A kernel's object file from the cache, or compiled, and cached."""
+_damaged: set[str] = set()
+"""Kernels at which the pack was found to be damaged."""
+
+
+def _packed(name: str) -> packs.Pack | None:
+    """The pack that a kernel comes from, if it does."""
+    pack = packs.chosen_pack()
+    return pack if pack is not None and name not in _damaged and pack.has(name) else None
+
+
+def _found(name: str) -> bytes | None:
+    """A kernel's object file from the pack or else from the cache."""
+    pack = _packed(name)
+    if pack is not None:
+        code = pack.code(name)
+        if code is not None:
+            return code
+        _damaged.add(name)
     path = _path(name)
-    code = None if path is None else stored(path)
+    return None if path is None else stored(path)
+
+
+def _code(name: str) -> bytes:
+    """A kernel's object file as it is found, or compiled, and cached."""
+    code = _found(name)
     if code is None:
         address_space.require(_COMPILER_BYTES, "compiling kernels")
         from localinfer.kernels.jit.numba import compile_kernel
 
         code = compile_kernel(name)
+        path = _path(name)
         if path is not None:
             store(path, code)
     return code
@@ -215,8 +232,7 @@ def store_compiled(name: str) -> None:
 def linked() -> Iterator[tuple[str, int, bytes]]:
     """Name, address and object file of each kernel that is linked and cached."""
     for name, place in list(_addresses.items()):
-        path = _path(name)
-        code = None if path is None else stored(path)
+        code = _found(name)
         if code is not None:
             yield name, place, code
 

@@ -7,7 +7,7 @@ imports itself.
 
 from pathlib import Path
 
-from PyInstaller.utils.hooks import collect_submodules, copy_metadata
+from PyInstaller.utils.hooks import collect_data_files, collect_submodules, copy_metadata
 
 from localinfer import _MODULE_OF
 from localinfer.models import checks, demo
@@ -20,6 +20,7 @@ hiddenimports = [
 datas = [
     (str(Path(demo.__file__).with_name("demo-f16.gguf")), "localinfer/models/demo"),
     (str(Path(checks.__file__).with_name("known_models.json")), "localinfer/models/checks"),
+    *collect_data_files("localinfer.kernels", includes=["packs/*.pack"]),
 ]
 for package in ("localinfer", "numba", "llvmlite"):
     datas += copy_metadata(package)

@@ -11,7 +11,11 @@ from collections.abc import Callable
 CHILD_OPTION = "--localinfer-compile"
 """The first word of the command line of a child that compiles; the second is [task, share] as JSON."""
 
-TASKS = {"cpu": "localinfer.kernels.jit.compile_ahead", "cuda": "localinfer.kernels.cuda.kernel_cache"}
+TASKS = {
+    "cpu": "localinfer.kernels.jit.compile_ahead",
+    "packs": "localinfer.kernels.jit.packs",
+    "cuda": "localinfer.kernels.cuda.kernel_cache",
+}
 """Modules whose `compile_share` a child may be asked to run."""
 
 _supported: set[str] = set()

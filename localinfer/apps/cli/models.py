@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -213,14 +214,24 @@ def certify_command(model: str, output: str) -> None:
 @option("--kv-type", "TYPE", "KV cache element type of later loads, as for chat.", default="f16")
 @option("--kv-window", "N", "Also for this --kv-window of later loads.", type=COUNT)
 @option("--draft", "MODEL", "Also for this draft model.")
-def warmup_command(model: str | None, device: str, kv_type: str, kv_window: int | None, draft: str | None) -> None:
+@option("--packs", "FOLDER", "Compile all kernels into packs for other machines instead; without a model.")
+def warmup_command(
+    model: str | None, device: str, kv_type: str, kv_window: int | None, draft: str | None, packs: str | None
+) -> None:
     """Compile what a model needs, so that its first start is as fast as any other.
 
     Its weights are not read. Models of the same architecture and quantization share what is compiled, once per machine
     and version.
+
+    With --packs every kernel is compiled for the common levels of this kind of CPU, for minutes. A wheel can carry the
+    packs (see docs/apps.md), or LOCALINFER_KERNEL_PACKS names their folder to machines with the same version.
     """
     import localinfer
     from localinfer.storage.hub.installed import find_model
+
+    if packs is not None:
+        _write_packs(packs)
+        return
 
     path, drafting = (None if name is None else find_model(name) for name in (model, draft))
     with Progress() as progress:
@@ -234,3 +245,17 @@ def warmup_command(model: str | None, device: str, kv_type: str, kv_window: int 
         )
     else:
         click.echo(f"all {done.num_kernels} kernels are compiled")
+
+
+def _write_packs(folder: str) -> None:
+    """Make packs of kernels in a folder, and say which."""
+    from localinfer.kernels.jit import packs
+
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be made: {error.strerror or error}; name another folder") from error
+    with Progress() as progress:
+        for written, count in packs.build(path, progress):
+            click.echo(f"{written}: {count} kernels, {written.stat().st_size / 1e6:.1f} MB")

@@ -98,7 +98,7 @@ def _cpu(cpu: Facts, facts: Facts) -> Iterator[Advice]:
 
 
 def _kernels(kernels: Facts, facts: Facts) -> Iterator[Advice]:
-    if kernels["folder"] is None:
+    if kernels["folder"] is None and kernels["pack"] is None:
         yield Advice(
             f"Compiled kernels cannot be kept, so every start takes about {kernels['first_start_seconds']} s longer: "
             "see the warning above, or set XDG_CACHE_HOME to a folder of yours"

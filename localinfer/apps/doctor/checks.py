@@ -270,15 +270,17 @@ def _bandwidth() -> Facts:
 def _kernels() -> Facts:
     from localinfer.kernels.cpu.program import POOL_KERNELS
     from localinfer.kernels.jit.object_cache import cache_folder
+    from localinfer.kernels.jit.packs import chosen_pack
 
-    folder = cache_folder()
+    folder, pack = cache_folder(), chosen_pack()
     files = [] if folder is None else list(folder.glob("*.o"))
     compilers = min(os.cpu_count() or 1, _MOST_COMPILERS)
     return {
         "folder": None if folder is None else str(folder),
         "num_compiled": len(files),
         "num_bytes": sum(file.stat().st_size for file in files),
-        "is_compiled": bool(files) and all(kernel.is_cached for kernel in POOL_KERNELS),
+        "is_compiled": (bool(files) or pack is not None) and all(kernel.is_cached for kernel in POOL_KERNELS),
+        "pack": None if pack is None else pack.path.name,
         "first_start_seconds": round(_COMPILE_SECONDS / compilers + _START_SECONDS),
     }
 

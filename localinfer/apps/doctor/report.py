@@ -141,7 +141,9 @@ def _gpu(gpu: Facts) -> Iterator[Row]:
 
 def _kernels(kernels: Facts) -> Iterator[Row]:
     folder = kernels["folder"]
-    if folder is None:
+    if kernels["pack"] is not None:
+        yield "kernel cache", f"kernels came compiled, in {kernels['pack']}"
+    elif folder is None:
         yield "kernel cache", f"none: every start compiles for about {kernels['first_start_seconds']} s"
     elif not kernels["is_compiled"]:
         yield "kernel cache", f"empty: the first start compiles for about {kernels['first_start_seconds']} s ({folder})"

@@ -51,6 +51,7 @@ CALM_MACHINE: dict[str, Any] = {
     "kernels": {
         "folder": "/c/kernels/key",
         "num_compiled": 35,
+        "pack": None,
         "num_bytes": 400_000,
         "is_compiled": True,
         "first_start_seconds": 17,
