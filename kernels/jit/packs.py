@@ -115,7 +115,7 @@ def architecture() -> str:
 
 
 def _origin() -> dict[str, str] | None:
-    """What a pack has to be made of, and for, besides its level; None if the sources are unknown."""
+    """Origin that a pack for this process has, besides its level; None if the sources are unknown."""
     digests = source_digests("kernels")
     if digests is None:
         return None
@@ -151,7 +151,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def misfit(pack: Pack) -> str | None:
-    """Why a pack is not for this process, in words; None if it is."""
+    """The reason for which a pack is not for this process, in words; None if it is."""
     origin, index = _origin(), pack.index
     if origin is None or index.get("origin") != origin:
         return "it was made of another version of localinfer, or for another system"
