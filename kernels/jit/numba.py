@@ -4,6 +4,7 @@ Only this module imports Numba for kernels; `object_cache` calls it for kernels 
 """
 
 import importlib.util
+import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,17 @@ def source_of(name: str) -> Source:
     source = getattr(module, "KERNELS", {}).get(function_name) or getattr(module, function_name)
     assert isinstance(source, Source), f"{name} is decorated with op or entry"
     return source
+
+
+def all_kernels() -> list[str]:
+    """Names of all kernels, in order of their modules, which are imported."""
+    names = []
+    for _, module_name, _ in pkgutil.iter_modules(importlib.import_module(_KERNELS).__path__):
+        module = importlib.import_module(f"{_KERNELS}.{module_name}")
+        own = [name for name, one in vars(module).items() if isinstance(one, Source)]
+        own = [name for name in own if getattr(module, name).function.__module__ == module.__name__]
+        names += [f"{module_name}.{name}" for name in dict.fromkeys([*getattr(module, "KERNELS", {}), *own])]
+    return names
 
 
 def compile_kernel(name: str) -> bytes:

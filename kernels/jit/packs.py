@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,20 +210,6 @@ def _best(
     return max(fitting, key=lambda pack: len(pack.index["features"]), default=None), reasons
 
 
-def all_kernels() -> list[str]:
-    """Names of all kernels, in order of their modules. Imports Numba."""
-    from localinfer.kernels.cpu import compiled
-    from localinfer.kernels.jit.numba import Source
-
-    names = []
-    for path in sorted(Path(str(compiled.__file__)).parent.glob("*.py")):
-        module = import_module(f"{compiled.__name__}.{path.stem}") if path.stem != "__init__" else compiled
-        found = {name: one for name, one in vars(module).items() if isinstance(one, Source)}
-        found = {name: one for name, one in found.items() if one.function.__module__ == module.__name__}
-        names += [f"{path.stem}.{name}" for name in {**getattr(module, "KERNELS", {}), **found}]
-    return names
-
-
 def build(folder: Path, progress: ProgressCallback | None = None) -> Iterator[tuple[Path, int]]:
     """Compile every kernel for each level of this architecture; yields each pack that was written, and its kernels.
 
@@ -252,6 +237,7 @@ def build(folder: Path, progress: ProgressCallback | None = None) -> Iterator[tu
 def _compiled(level: str, scratch: Path, progress: ProgressCallback | None) -> tuple[dict[str, bytes], list[str]]:
     """Object files of all kernels, compiled by child processes, and the symbols of others that they use."""
     from localinfer.kernels.jit.compile_ahead import run_children, shares_of
+    from localinfer.kernels.jit.numba import all_kernels
 
     names = all_kernels()
     count = os.cpu_count() or 1
