@@ -2,9 +2,9 @@
 
 Every product of a tile is compiled for a processor, and llvm-mca (LLVM 19 or later, in PATH) says how many cycles its
 loops take with all data in the first-level cache. Printed per layout and rows of activations: instructions and cycles
-per unit, bytes of weights per instruction, gigabytes of weights per second, multiply-adds per cycle, and how often
+per unit, bytes of weights per instruction and cycle, gigabytes of weights per second, multiply-adds per cycle, and how often
 innermost loops read and write registers that they had no room for (spills). Memory, branches and prefetches are not
-modelled.
+modelled. LLVM 19 has one model for Zen 4 and Zen 5, and products of bytes on one unit of Golden Cove, which has two.
 """
 
 import argparse
@@ -35,15 +35,25 @@ class Processor:
     """Instruction set of its kernels."""
     features: str = "+neon,+dotprod"
     """LLVM's names of what that needs."""
+    triple: str = "aarch64-unknown-linux-gnu"
+    """LLVM's name of the system."""
+    knows_zeros: bool = True
+    """LLVM's model knows that an exclusive or of a register with itself waits for nothing; else a load stands for it."""
 
 
+_X86 = "x86_64-unknown-linux-gnu"
+_AVX2 = "+avx,+avx2,+fma,+f16c"
+_AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni"
 PROCESSORS = {
+    "znver4": Processor("znver4", 3.7, ISA.AVX512_VNNI, f"{_AVX512},+avx512vbmi", _X86, knows_zeros=False),
+    "golden-cove": Processor("sapphirerapids", 3.7, ISA.AVX512_VNNI, f"{_AVX512},+avx512vbmi", _X86, knows_zeros=False),
+    "cascadelake": Processor("cascadelake", 3.1, ISA.AVX512_VNNI, _AVX512, _X86),
+    "haswell": Processor("haswell", 3.5, ISA.AVX2, _AVX2, _X86),
     "n1": Processor("neoverse-n1", 2.5),
     "v2": Processor("neoverse-v2", 2.8),
     "m1": Processor("apple-m1", 3.2),
     "v2-i8mm": Processor("neoverse-v2", 2.8, ISA.NEON_I8MM, "+neon,+dotprod,+i8mm"),
 }
-TRIPLE = "aarch64-unknown-linux-gnu"
 
 COMMON = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "IQ4_NL", "IQ4_XS", "MXFP4")
 _INNER_LOOPS = {
@@ -64,8 +74,8 @@ class Loop:
     inner: "list[Loop]"
 
 
-_BRANCH = re.compile(r"\s+(?:b(?:\.\w+)?|cbn?z|tbn?z)\s.*?(\.L\w+)\s*$")
-_END = re.compile(r"\s+b\s+\.L|\s+ret$")
+_BRANCH = re.compile(r"\s+(?:b(?:\.\w+)?|cbn?z|tbn?z|j[a-z]+)\s(?:.*\s)?(\.L\w+)\s*$")
+_END = re.compile(r"\s+(?:b|jmp)\s+\.L|\s+retq?$")
 """Instructions after which the next line is not reached."""
 
 
@@ -115,8 +125,10 @@ def _own(lines: Sequence[str], loop: Loop) -> list[str]:
 
 def cycles(program: str, instructions: Sequence[str], processor: Processor) -> float:
     """Cycles of one turn of a loop of these instructions."""
-    command = [program, f"-mtriple={TRIPLE}", f"-mcpu={processor.model}", "-iterations=100", "-json"]
+    command = [program, f"-mtriple={processor.triple}", f"-mcpu={processor.model}", "-iterations=100", "-json"]
     text = "\n".join(instructions) + "\n"
+    if not processor.knows_zeros:
+        text = re.sub(r"\tvp?xor\w*\s+%([xyz]mm)(\d+), %\1\2, %\1\2\n", r"\tvmovaps (%rsp), %zmm\2\n", text)
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{program} refuses a loop for {processor.model}: {done.stderr.strip()[:300]}")
@@ -132,6 +144,8 @@ class Figures:
     cycles: float = 0
     spills: int = 0
     """Reads and writes of the stack in the innermost loops."""
+    multiply_adds: int = 0
+    """Fused multiply-adds of float32 in it, by which the columns are known that LLVM has put into a turn."""
 
 
 def spills(listing: str) -> int:
@@ -145,11 +159,17 @@ def spills(listing: str) -> int:
 
 
 def _stack_uses(instructions: Sequence[str]) -> int:
-    return sum(bool(re.search(r"\[sp\b", line)) for line in instructions)
+    return sum(bool(re.search(r"\[sp\b|\(%rsp\)", line)) for line in instructions)
+
+
+def _multiply_adds(instructions: Sequence[str]) -> int:
+    lanes = {"fmla": 4, "zmm": 16, "ymm": 8}
+    words = [re.search(r"\b(fmla)\b|\bvfn?madd\w+\s.*%([yz]mm)", line) for line in instructions]
+    return sum(lanes[match[1] or match[2]] for match in words if match)
 
 
 def figures(program: str, listing: str, layout: Layout, processor: Processor) -> Figures:
-    """Sum the loops of one product over a unit of its layout, of float layouts over four columns."""
+    """Sum the loops of one product over a unit of its layout, of float layouts over a turn of the first loop."""
     lines = listing.splitlines()
     found = loops(lines)
     if is_float(layout):
@@ -160,6 +180,7 @@ def figures(program: str, listing: str, layout: Layout, processor: Processor) ->
     def add(loop: Loop, turns: int) -> None:
         own = _own(lines, loop)
         total.instructions += turns * len(own)
+        total.multiply_adds += turns * _multiply_adds(own)
         total.cycles += turns * cycles(program, own, processor)
         for inner in loop.inner:
             add(inner, turns * _INNER_LOOPS[layout.name])
@@ -188,7 +209,7 @@ def emit(name: str, products: Sequence[str]) -> None:
     for part in ("targets", "asmprinters"):
         getattr(llvm, f"initialize_all_{part}")()
     processor = PROCESSORS[name]
-    target = (processor.path, TRIPLE, processor.model, processor.features)
+    target = (processor.path, processor.triple, processor.model, processor.features)
     for product in products:
         layout, _, rows = product.partition(":")
         machine, module = made(target, *tile(Layout[layout], int(rows)))
@@ -216,21 +237,21 @@ def main() -> None:
     products = [(layout, rows) for layout in layouts for rows in options.rows]
     for name in options.processors:
         processor = PROCESSORS[name]
-        print(f"\n{processor.model} at {processor.gigahertz} GHz, {processor.path.value}\n")
-        print("| layout | rows | instructions | cycles | bytes/instruction | GB/s | MAC/cycle | spills |")
-        print("|---|---:|---:|---:|---:|---:|---:|---:|")
+        print(f"\n{name}: {processor.model} at {processor.gigahertz} GHz, {processor.path.value}\n")
+        print("| layout | rows | instructions | cycles | bytes/instruction | bytes/cycle | GB/s | MAC/cycle | spills |")
+        print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
         for (layout, rows), listing in zip(
             products, listings(name, [f"{layout.name}:{rows}" for layout, rows in products]), strict=True
         ):
-            columns = 4 if is_float(layout) else SIZES[layout].unit
-            num_bytes = columns // SIZES[layout].unit * SIZES[layout].unit_bytes
             one = figures(options.llvm_mca, listing, layout, processor)
+            columns = one.multiply_adds // (16 * rows) if is_float(layout) else SIZES[layout].unit
+            num_bytes = columns // SIZES[layout].unit * SIZES[layout].unit_bytes
             if not one.instructions:
                 # No kernel takes so many rows at once.
                 continue
             found = [
                 *(f"{one.instructions:.0f}", f"{one.cycles:.0f}", f"{num_bytes / one.instructions:.1f}"),
-                f"{num_bytes / one.cycles * processor.gigahertz:.1f}",
+                *(f"{num_bytes / one.cycles:.1f}", f"{num_bytes / one.cycles * processor.gigahertz:.1f}"),
                 f"{16 * columns * rows / one.cycles:.1f}",
             ]
             print(f"| {layout.name} | {rows} | {' | '.join(found)} | {one.spills} |", flush=True)

@@ -28,6 +28,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
             dots = [tile.started_from(record, MINUS_8_SUM, shift) for record in records]
         else:
             dots = tile.unsigned_starts(block)
+        upper = [emit.zeros(I32)] * len(dots)
         for halves, again in tile.halves():
             for j in range(4):
                 tile.prefetch(block, sizes.unit_bytes, j, 4)
@@ -37,7 +38,12 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
                     nibbles = both[half]
                     if fifth is not None:
                         nibbles = emit.builder.or_(nibbles, tile.column_bits(fifth, 0, 1, 4 * half + j, 4))
-                    dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
+                    if half and tile.keeps_places:
+                        upper = tile.dot(upper, nibbles, column, 16 + 4 * j)
+                    else:
+                        dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
+        if tile.keeps_places:
+            dots = [emit.builder.add(dot, more) for dot, more in zip(dots, tile.whole(upper), strict=True)]
     totals = tile.add_dots(totals, dots, scale, records)
     if layout in (Layout.Q4_1, Layout.Q5_1):
         totals = tile.add_minimums(totals, tile.floats(header, 32), records)
@@ -189,6 +195,7 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
             else:
                 found = scaled
             scales, minimums = found
+            dots = {half: tile.whole(dots[half]) if half else dots[half] for half in halves}
             for half in halves:
                 records = tile.records(blocks[half])
                 totals = tile.add_dots(totals, dots[half], scales[half], records)

@@ -416,7 +416,7 @@ class Emitter:
 
     def dot_biased(self, total: Value, codes: Value, x: Value) -> Value:
         """total[l] += sum of (codes - 128) * x for unsigned codes 0..255, up to `biased_start`."""
-        if not self._multiplies_unsigned:
+        if not self.multiplies_unsigned:
             codes = self.builder.xor(codes, self.splat_constant(I8, 0x80, codes.type.count))
         return self.dot_levels(total, codes, x)
 
@@ -434,10 +434,10 @@ class Emitter:
 
     def biased_start(self, minus_128_sums: Value) -> Value:
         """The start of a chain of `dot_biased`: -128 * sum(x) where bytes are multiplied unsigned, else 0."""
-        return minus_128_sums if self._multiplies_unsigned else self.zeros(I32, minus_128_sums.type.count)
+        return minus_128_sums if self.multiplies_unsigned else self.zeros(I32, minus_128_sums.type.count)
 
     @property
-    def _multiplies_unsigned(self) -> bool:
+    def multiplies_unsigned(self) -> bool:
         """True if dot products take weights as unsigned bytes."""
         return self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI)
 
@@ -461,7 +461,7 @@ class Emitter:
 
     def lookup_levels(self, table: Sequence[int], codes: Value) -> Value:
         """Levels -127..127 of a table of sixteen, as `dot_levels` wants them."""
-        bias = 128 if self._multiplies_unsigned else 0
+        bias = 128 if self.multiplies_unsigned else 0
         return self.lookup([level + bias for level in table], codes)
 
     def _bytes(self, table: Sequence[int], repetitions: int) -> Value:

@@ -29,6 +29,9 @@ SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
 _SUPER_BLOCK_LAYOUTS = tuple(layout for layout in Layout if SIZES[layout].unit == 256)
 
 
+_ROWS_IN_PLACE = {Layout.Q4_0: 1, Layout.Q4_1: 1, Layout.Q4_K: 1}
+"""Most activation rows for which shifting sums takes less than shifting the nibbles that they are of."""
+
 WHOLE = 0x4B400000
 """Bits of the float32 3 * 2**22, whose last bits count whole numbers."""
 
@@ -44,10 +47,11 @@ def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
     """Prefetch distance of a tile in bytes and cache level (3: the first level); None: no prefetch.
 
     With one row hardware prefetchers saturate the memory bandwidth, and software prefetches would only occupy miss
-    buffers; but they do not follow the indices and masks of IQ3, two streams in a unit. With more work per byte they
-    are slower, and a longer distance helps. Measured: tests/bench/RESULTS.md.
+    buffers; but they do not follow the indices and masks of IQ3, two streams in a unit, nor the codes of Q6_K, whose
+    second half is read beside the first. With more work per byte they are slower, and a longer distance helps.
+    Measured: tests/bench/RESULTS.md.
     """
-    if num_rows == 1:
+    if num_rows == 1 and layout is not Layout.Q6_K:
         return (2048, 3) if layout in (Layout.IQ3_XXS, Layout.IQ3_S) else None
     return (4096, 3) if num_rows == 2 and layout not in _SUPER_BLOCK_LAYOUTS else (16384, 2)
 
@@ -91,6 +95,8 @@ class Tile:
         """A byte has a whole code of five or six bits, and bits of another one."""
         self.has_byte_planes = isa.shares_bytes() and layout is Layout.IQ4_XS
         """Numbers of sixteen rows that scales are made of lie byte by byte."""
+        self.keeps_places = emit.multiplies_unsigned and self.num_rows <= _ROWS_IN_PLACE.get(layout, 0)
+        """Upper nibbles are multiplied where they are, as 16 times the code, and the sum is shifted: see `whole`."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0
@@ -169,6 +175,9 @@ class Tile:
         as they are, 16 * (code of the second row) + code of the first one: a shift less, and `number` takes off what
         is too much. A tile of one register's rows has the upper nibbles less 8.
         """
+        if self.keeps_places:
+            upper = self.emit.splat_constant(I8, 0xF0, loaded.type.count)
+            return self.low(loaded), self.emit.builder.and_(loaded, upper)
         if not self.shares_bytes:
             return self.low(loaded), self.high(loaded)
         registers = [self.emit.lanes(loaded, start, 16) for start in range(0, loaded.type.count, 16)]
@@ -177,6 +186,12 @@ class Tile:
             return low, high
         low, high = (self._shared(registers[half::2], vector_number) for half in range(2))
         return low, high
+
+    def whole(self, dots: list[Value]) -> list[Value]:
+        """Dot products of upper nibbles alone, from sums of 16 times as much where they were multiplied in place."""
+        if not self.keeps_places:
+            return dots
+        return [self.emit.builder.ashr(dot, self.constant(I32, 4)) for dot in dots]
 
     def _of_one_row(self, shared: Value) -> Value:
         if self.first % 8 == 0:
