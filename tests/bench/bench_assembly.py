@@ -2,9 +2,10 @@
 
 Every product of a tile is compiled for a processor, and llvm-mca (LLVM 19 or later, in PATH) says how many cycles its
 loops take with all data in the first-level cache. Printed per layout and rows of activations: instructions and cycles
-per unit, bytes of weights per instruction and cycle, gigabytes of weights per second, multiply-adds per cycle, and how often
-innermost loops read and write registers that they had no room for (spills). Memory, branches and prefetches are not
-modelled. LLVM 19 has one model for Zen 4 and Zen 5, and products of bytes on one unit of Golden Cove, which has two.
+per unit, bytes of weights per instruction and per cycle, gigabytes of weights per second, multiply-adds per cycle, and
+how often innermost loops read and write registers that they had no room for (spills). Memory, branches and prefetches
+are not modelled. LLVM 19 has one model for Zen 4 and Zen 5, and products of bytes on one unit of Golden Cove, which
+has two.
 """
 
 import argparse
@@ -38,7 +39,7 @@ class Processor:
     triple: str = "aarch64-unknown-linux-gnu"
     """LLVM's name of the system."""
     knows_zeros: bool = True
-    """LLVM's model knows that an exclusive or of a register with itself waits for nothing; else a load stands for it."""
+    """LLVM's model knows that a register's exclusive or with itself waits for nothing; else a load stands for it."""
 
 
 _X86 = "x86_64-unknown-linux-gnu"
