@@ -16,6 +16,7 @@ from localinfer.apps.cli.decide import decide_command
 from localinfer.apps.cli.doctor import doctor_command
 from localinfer.apps.cli.embed import embed_command, rerank_command
 from localinfer.apps.cli.help import ALL_HELP, GroupedCommand, first_sentence
+from localinfer.apps.cli.launch import launch_command
 from localinfer.apps.cli.mcp import mcp_command
 from localinfer.apps.cli.messages import (
     begin_crash_reports,
@@ -240,6 +241,7 @@ for one in (
     doctor_command,
     embed_command,
     rerank_command,
+    launch_command,
     mcp_command,
     pull_command,
     list_command,

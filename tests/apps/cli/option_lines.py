@@ -79,6 +79,11 @@ GOOD = {
         export kept --output {folder}/x.json
         export kept -o {folder}/x --format markdown
     """,
+    "launch": """
+        codex --print --model {demo} --context-length 4096 --port 9 --serve-options --verbose
+        pi --restore
+        zed --print -m {demo} --port 9 -- --wait
+    """,
     "pull": """
         org/repo
     """,
@@ -328,6 +333,15 @@ BAD = {
         export kept --output {folder}
         export kept --output {folder}/x --format pdf
         --json show kept
+    """,
+    "launch": """
+        nobody
+        codex --print --model no-such-file --port 9
+        codex --print --context-length 0
+        codex --port 0
+        codex --print --port 9 --serve-options "
+        codex --print=maybe
+        codex --restore=maybe
     """,
     "pull": """
         no-such-file

@@ -129,6 +129,9 @@ def test_reasoning_may_be_left_out(scripted):
     streamed = scripted.post(PATH, json={**body, "stream": True, "thinking": {"type": "enabled", "display": "omitted"}})
     assert "well" not in streamed.text and "thinking_delta" in streamed.text
     assert shown[1] == omitted[1]
+    # How reasoning is to be shown is told by words that newer clients have more of.
+    newer = scripted.post(PATH, json={**body, "thinking": {"type": "adaptive", "display": "updates"}})
+    assert newer.json()["content"] == shown
 
 
 def test_official_client_raises_its_own_errors_by_their_type(served):

@@ -373,12 +373,13 @@ class OpenRouterUsage(msgspec.Struct, forbid_unknown_fields=True):
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Reasoning before the reply: on or off, and its most tokens.
 
-    display: reasoning is shown as it is, never summarized; "omitted" leaves its text out of Anthropic's replies.
+    display: reasoning is shown as it is, never summarized, whatever word of Anthropic's says how; "omitted" leaves its
+    text out of Anthropic's replies.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
     budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
 
 class ChatFields(GenerationFields):
