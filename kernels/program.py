@@ -82,7 +82,7 @@ class Segment:
     @property
     def has_ranges(self) -> bool:
         """True if it says which positions its rows see."""
-        return any(one is not None for one in (self.key_ends, self.key_starts, self.window_starts))
+        return self.key_ends is not None or self.key_starts is not None or self.window_starts is not None
 
     def ranges(self) -> NDArray[np.int64]:
         """Per row the first position that it sees, the one after the last, and the one from which on it sees what its
@@ -218,7 +218,7 @@ class BatchLimits:
             )
         if end - dropped > num_pages * self.page_tokens:
             raise RequestError(f"segment {index} ends at position {end}, but {num_pages} pages were given for it")
-        if segment.has_ranges:
+        if segment.key_ends is not None or segment.key_starts is not None or segment.window_starts is not None:
             self._check_ranges(index, segment)
         if start and self.needs_whole_texts:
             raise RequestError(f"segment {index} begins at position {start}; this model computes whole texts only")

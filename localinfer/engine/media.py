@@ -12,8 +12,8 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -139,7 +139,7 @@ class ShortRuns:
 
 
 def _short_ids(token_ids: TokenIds) -> tuple[NDArray[np.int64], TokenIds]:
-    """Where in a text ids may be those of short runs, and those ids."""
+    """The places in a text whose ids may be those of short runs, and those ids."""
     places = np.flatnonzero(token_ids < _SHORT_IDS - (1 << 31))
     return places, token_ids[places]
 
@@ -402,32 +402,13 @@ class PlacedMedia:
         should_stop: asked before each, and while it is computed. Raises: what `embed` does.
         """
 
-        def check() -> None:
-            if should_stop():
-                raise _Stopped
-
-        with suppress(_Stopped):
-            for place in self._places:
-                if place.end > length and self._store.may_hold_ahead:
-                    check()
-                    self._embeddings_of(place, check)
+        self._hold((one for one in self._places if one.end > length and self._store.may_hold_ahead), should_stop)
 
     def prepare(self, first: int, count: int, should_stop: Callable[[], bool]) -> bool:
         """Compute the embeddings of `count` rows from position `first` on, before a step that computes the rows, and
         hold them until `release`; False if `should_stop` ended it. Raises: what `embed` does."""
-
-        def check() -> None:
-            if should_stop():
-                raise _Stopped
-
-        try:
-            for place in self._places if first < self.end else ():
-                if place.end > first and place.start < first + count and place.number not in self._held:
-                    check()
-                    self._embeddings_of(place, check)
-        except _Stopped:
-            return False
-        return True
+        places = self._places if first < self.end else ()
+        return self._hold((one for one in places if one.end > first and one.start < first + count), should_stop)
 
     def release(self, length: int) -> None:
         """Let go of the embeddings of what ends within `length` positions."""
@@ -499,6 +480,21 @@ class PlacedMedia:
         """The first run that begins at or after a position."""
         index = bisect_right(self._starts, position - 1)
         return self._places[index] if index < len(self._places) else None
+
+    def _hold(self, places: Iterable[_Place], should_stop: Callable[[], bool]) -> bool:
+        """Compute and hold the embeddings of some runs; False if `should_stop` ended it."""
+
+        def check() -> None:
+            if should_stop():
+                raise _Stopped
+
+        try:
+            for place in places:
+                check()
+                self._embeddings_of(place, check)
+        except _Stopped:
+            return False
+        return True
 
     def _embeddings_of(self, place: _Place, check: Check = _never) -> FloatArray:
         """Those of a run, held until its rows are computed, so that the parts of a long one take one encoding."""

@@ -163,20 +163,23 @@ def load_session(
 
 @dataclass(frozen=True)
 class SessionContent:
-    """The description in a session file: token ids int32[1..], and the parts of the fingerprint by name.
-
-    windowed_bytes, num_windowed: bytes of a sliding-window block, and how many pages at the end have one. state_bytes,
-    positions: bytes of a snapshot of recurrent states, and where there is one, rising. contents: see `ShortRuns.named`.
-    """
+    """The description in a session file."""
 
     fingerprint: Mapping[str, str]
+    """Its parts by name."""
     token_ids: TokenIds
+    """int32[1..]."""
     form: PageFormat
     windowed_bytes: int = 0
+    """Of a sliding-window block."""
     num_windowed: int = 0
+    """Pages at the end that have one."""
     state_bytes: int = 0
+    """Of a snapshot of recurrent states."""
     positions: tuple[int, ...] = ()
+    """Of the snapshots, rising."""
     contents: Mapping[int, tuple[bytes, int]] = field(default_factory=dict)
+    """See `ShortRuns.named`."""
 
     @property
     def num_pages(self) -> int:
