@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 from localinfer.errors import ConstraintError
 from localinfer.generation.chat.constraints import ONE_LINE
-from localinfer.generation.chat.grammar_writer import ANY, ANY_NAME, NAME_BEFORE_COLON, GrammarWriter, escaped
+from localinfer.generation.chat.custom_tools import CUSTOM_ARGUMENT, TextForm
+from localinfer.generation.chat.grammar_writer import ANY, ANY_NAME, NAME_BEFORE_COLON, GrammarWriter, escaped, without
 from localinfer.generation.chat.messages import Tool, in_notation
+from localinfer.generation.chat.text_spelling import TextSpelling
 from localinfer.generation.chat.value_types import MOST_STEPS, TEXT, pointed_at, schema_types, type_of
 from localinfer.models.text.reply_format import (
     PARAMETER_NAME,
@@ -166,7 +168,7 @@ class TextValues:
 
     @property
     def _without_marker(self) -> str:
-        return f"~/(?s:.*){escaped(self._end.lstrip().partition(PARAMETER_NAME)[0])}(?s:.*)/"
+        return without(self._end.lstrip().partition(PARAMETER_NAME)[0])
 
     def _add_text(self, rule: str, term: str) -> None:
         terminal = rule.upper()
@@ -325,7 +327,7 @@ class NotationValues:
             return self._once(f"{self._rule}_string", lambda name: self._string(name, {}))
         terminal = rule.upper()
         inner = f"{rule}_inner"
-        term = " & ".join([*(terms or [ANY]), f"~/(?s:.*){escaped(quote)}(?s:.*)/"])
+        term = " & ".join([*(terms or [ANY]), without(quote)])
         self.rules += [f"{rule}: {self._writer.literal(quote)} {inner}", f"{terminal}: {term}"]
         self.rules += self._writer.until(inner, terminal, quote)
         return rule
@@ -450,6 +452,34 @@ def parameter_rules(writer: GrammarWriter, calls: CallFormat, tool: Tool, rule: 
     return rules + written.rules
 
 
+def text_rule(
+    writer: GrammarWriter, calls: CallFormat, tool: Tool, form: TextForm, rule: str, text: str
+) -> tuple[str, list[str]]:
+    """The rule of a custom tool's call, from its name to its end, and the grammar of its text and what ends that.
+
+    text: the name of the grammar. Raises: ConstraintError.
+    """
+    parameters = calls.parameters
+    if parameters is None:
+        head, tail, spelling = f'{{"{CUSTOM_ARGUMENT}": "', '"}', TextSpelling(is_json=True)
+    else:
+        head = f"{CUSTOM_ARGUMENT}{parameters.assign}"
+        if parameters.notation is None:
+            tail = parameters.named(parameters.value_end, CUSTOM_ARGUMENT)
+            spelling = TextSpelling(is_json=False, end=tail.lstrip())
+        else:
+            tail = parameters.notation.quotes[0]
+            head += tail
+            spelling = TextSpelling(is_json=parameters.notation.is_json, end=tail)
+    spelled = form.grammar().spelled(spelling)
+    if spelled.is_word and not spelling.is_json:
+        begin = writer.until("start", spelled.start, tail)
+    else:
+        begin = [f"start: {spelled.start} {writer.literal(tail)}"]
+    before, behind = writer.literal(tool.name + calls.middle + head), writer.literal(calls.end)
+    return f"{rule}: {before} @{text} {behind}", ["%llguidance {}", *begin, *spelled.rules]
+
+
 def _any_parameters(
     writer: GrammarWriter,
     calls: CallFormat,
@@ -526,11 +556,12 @@ def reply_grammar(
         not_text.append(reasoning.begin)
     options = []
     nowhere = []
+    texts: list[dict[str, Any]] = []
     if calls is not None and not tools:
         nowhere.append(calls.opening + calls.begin)
         not_text.append(calls.opening + calls.begin)
     elif calls is not None:
-        rules += _call_rules(writer, calls, tools, is_parallel)
+        rules += _call_rules(writer, calls, tools, is_parallel, texts)
         if must_call or answer is not None:
             options.append("section")
         elif frame is not None:
@@ -562,7 +593,7 @@ def reply_grammar(
     grammars: list[dict[str, Any]] = [{"name": "reply", "lark_grammar": "\n".join(["%llguidance {}", *rules, ""])}]
     if answer is not None:
         grammars.append({**json.loads(answer)["grammars"][0], "name": "answer"})
-    return json.dumps({"grammars": grammars})
+    return json.dumps({"grammars": grammars + texts})
 
 
 def _reasoning_rules(
@@ -598,10 +629,22 @@ def _calls_behind(
     return [f"{rule}: {' | '.join(choices)}", *made]
 
 
-def _call_rules(writer: GrammarWriter, calls: CallFormat, tools: Sequence[Tool], is_parallel: bool) -> list[str]:
+def _call_rules(
+    writer: GrammarWriter,
+    calls: CallFormat,
+    tools: Sequence[Tool],
+    is_parallel: bool,
+    texts: list[dict[str, Any]],
+) -> list[str]:
+    """Rules of calls, the first named `call`. texts: gets the grammars of the texts of custom tools."""
     rules = [f"call: {' | '.join(f'tool_{index}' for index in range(len(tools)))}"]
     for index, tool in enumerate(tools):
         form = calls.for_tool(tool.name)
+        if tool.form is not None:
+            made, lines = text_rule(writer, form, tool, tool.form, f"tool_{index}", f"text_{index}")
+            rules.append(made)
+            texts.append({"name": f"text_{index}", "lark_grammar": "\n".join([*lines, ""])})
+            continue
         if form.parameters is not None:
             rules += parameter_rules(writer, form, tool, f"tool_{index}", ONE_LINE)
             continue

@@ -101,6 +101,26 @@ def escaped(text: str) -> str:
     return made.replace("\n", "\\n").replace("\\<", "<").replace("\\>", ">")
 
 
+def without(marker: str) -> str:
+    """A term of a terminal for texts that do not hold a marker.
+
+    Where its first letter comes once, it is an expression of its own: llguidance finds nothing that follows the
+    complement of one amid parts that are counted.
+    """
+    first, rest = marker[0], marker[1:]
+    if first in rest:
+        return f"~/(?s:.*){escaped(marker)}(?s:.*)/"
+    begin, behind = _code(first), ""
+    for letter in reversed(rest):
+        goes_on = f"|{_code(letter)}{behind}" if behind else ""
+        behind = f"(?:[^{begin}{_code(letter)}][^{begin}]*{goes_on})?"
+    return f"/[^{begin}]*{f'(?:{begin}{behind})*' if rest else ''}/"
+
+
+def _code(letter: str) -> str:
+    return f"\\x{{{ord(letter):x}}}"
+
+
 _MOST_PARTS = 1_000
 _REPEATS = {"optional": "?", "star": "*", "plus": "+"}
 

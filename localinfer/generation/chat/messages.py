@@ -19,6 +19,7 @@ from typing import Any
 
 from localinfer.arguments import owned, shown
 from localinfer.errors import ConstraintError, MessageError, RequestError
+from localinfer.generation.chat.custom_tools import TextForm, read_custom
 from localinfer.generation.chat.json_schema import enforced_schema
 from localinfer.generation.chat.media_parts import MediaSource, parts_content, read_media_part
 from localinfer.generation.chat.value_types import type_of
@@ -185,10 +186,15 @@ class Tool:
     was not asked for), so that any object goes."""
     left_out: tuple[str, ...] = ()
     """Parts of the schema that are not enforced, in words."""
+    form: TextForm | None = None
+    """Form of the one argument of a custom tool."""
 
 
 def read_tools(tools: object) -> tuple[Tool, ...]:
-    """Check tools in OpenAI's shape. Raises: RequestError; ConstraintError for a strict one's schema."""
+    """Check functions and custom tools in OpenAI's shape.
+
+    Raises: RequestError; ConstraintError for a strict one's schema, and for a grammar.
+    """
     if tools is None:
         return ()
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes) or len(tools) > _MOST_TOOLS:
@@ -203,6 +209,11 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
 
 
 def _read_tool(index: int, tool: object) -> Tool:
+    form = tool.get("form") if isinstance(tool, Mapping) else None
+    form = form if isinstance(form, TextForm) else None
+    if isinstance(tool, Mapping) and tool.get("type") == "custom":
+        made, form = read_custom(tool, f"tools[{index}]")
+        tool = {"function": made}
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -224,7 +235,8 @@ def _read_tool(index: int, tool: object) -> Tool:
                 field="tools",
             ) from None
         parameters = None
-    return Tool(name=name, description={"type": "function", "function": dict(function)}, parameters=parameters)
+    described = {"type": "function", "function": dict(function)}
+    return Tool(name=name, description=described, parameters=parameters, form=form)
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -495,6 +495,14 @@ class TemplateFormats:
     def _enforceable(self, tool: Tool, salt: bytes) -> Tool:
         """A tool with what can be enforced of its schema. Raises: ConstraintError where all of it has to be."""
         function = tool.description["function"]
+        if tool.form is not None:
+            try:
+                self._compiler.grammar_mask(self._call_grammar(tool), start=0, what="grammar", salt=salt)
+            except ConstraintError as error:
+                raise ConstraintError(
+                    f"the format of tool {tool.name!r} cannot be enforced: {error}", field="tools"
+                ) from None
+            return tool
         try:
             if tool.parameters is not None:
                 self._check_calls(tool, salt)

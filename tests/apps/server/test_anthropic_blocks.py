@@ -76,14 +76,13 @@ def test_other_documents_are_refused_by_their_place(tcp, source):
     assert "plain text" in error["message"]
 
 
-def test_tools_that_a_server_runs_are_left_out_and_not_chosen(tcp):
+def test_tools_that_a_server_runs_are_left_out_whatever_is_chosen(tcp):
     with_search = prompt_tokens(tcp, STORY, tools=[OWN, SEARCH])
     assert with_search == prompt_tokens(tcp, STORY, tools=[OWN])
     assert prompt_tokens(tcp, STORY, tools=[SEARCH]) == prompt_tokens(tcp, STORY)
     for choice in ({"type": "tool", "name": "web_search"}, {"type": "any"}):
         asked = {"messages": STORY, "max_tokens": 1, "tools": [SEARCH], "tool_choice": choice}
-        error = tcp.post(PATH, json=asked).json()["error"]
-        assert error["param"] == "tool_choice"
+        assert tcp.post(PATH, json=asked).status_code == 200
     assert tcp.post(PATH, json={"messages": STORY, "max_tokens": 1, "tools": [SEARCH]}).status_code == 200
 
 

@@ -116,7 +116,7 @@ def test_what_clients_probe_a_server_by(tcp):
         ("chat", {"keep_alive": "5 minutes"}, "1h30m"),
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, r"messages\[0\].images"),
         ("chat", {"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
-        ("chat", {"tools": [{"type": "web_search"}]}, "web_search"),
+        ("chat", {"tools": [{"type": "function"}]}, "name"),
         ("chat", {"messages": [{"role": "user", "content": "one two " * 2000}]}, "1024"),
         ("generate", {"images": ["aGk="]}, "images"),
         ("generate", {"template": "{{ .System }} {{ .Prompt }}"}, "raw: true"),

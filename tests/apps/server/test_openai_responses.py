@@ -1,6 +1,7 @@
 """OpenAI's own client, unmodified, on what the API of responses keeps, and on each of its events."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,17 @@ def calls_of(*calls: tuple[str, dict[str, Any]]) -> bytes:
     return "".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in written).rstrip("\n").encode()
 
 
+DIFF = '@@ def f():\n-    "a"\n+    *** End\n *** End Patc\n'
+UPDATE = f"*** Begin Patch\n*** Update File: a b.py\n{DIFF}*** End Patch"
+DELETE = "*** Begin Patch\n*** Delete File: c\n*** End Patch"
+CLIENT_TOOLS = [{"type": kind} for kind in ("apply_patch", "shell", "local_shell")]
 SCRIPTS = {
+    "works": calls_of(
+        ("apply_patch", {"input": UPDATE}),
+        ("apply_patch", {"input": DELETE}),
+        ("shell", {"commands": ["ls", "cat a"], "timeout_ms": 5}),
+        ("local_shell", {"command": ["ls", "-l"], "env": {"A": "b"}}),
+    ),
     "thinks": b"<think>\nHm, well.\n</think>\n\nYes.",
     "patches": calls_of(("patch", {"input": PATCH_TEXT}), ("garden__look", {}), ("garden__patch", {"input": ""})),
     "words": b"<think>\nHm.\n</think>\n\nI look.\n" + calls_of(("patch", {"input": "x"})),
@@ -75,7 +86,8 @@ def checked_events(http: httpx.Client, **asked: Any) -> list[dict[str, Any]]:
     events = named_events(http.post("/v1/responses", json={**asked, "stream": True}))
     adapter = pydantic.TypeAdapter(types.ResponseStreamEvent)
     for event in events:
-        adapter.validate_python(event)
+        if not event["type"].startswith("response.apply_patch_call"):  # in OpenAI's reference, and not in its package
+            adapter.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -112,6 +124,99 @@ def test_calls_of_custom_tools_are_text_and_those_of_namespaces_keep_their_names
     assert output[2].input == ""
 
 
+def test_tools_that_clients_run_have_items_of_their_own_and_come_back(scripts):
+    events = checked_events(scripts, model="works", input="hi", tools=CLIENT_TOOLS)
+    deltas = [event["delta"] for event in events if event["type"] == "response.apply_patch_call_operation_diff.delta"]
+    assert len(deltas) > 20
+    assert "".join(deltas) == DIFF
+    client = client_of(scripts)
+    first = client.responses.create(model="works", input="hi", tools=CLIENT_TOOLS)
+    update, delete, shell, local = first.output
+    assert update.operation.model_dump() == {"type": "update_file", "path": "a b.py", "diff": DIFF}
+    assert (delete.operation.type, delete.operation.path) == ("delete_file", "c")
+    assert (shell.action.commands, shell.action.timeout_ms) == (["ls", "cat a"], 5)
+    assert (local.action.type, local.action.command, local.action.env) == ("exec", ["ls", "-l"], {"A": "b"})
+    assert {item.status for item in first.output} == {"completed"}
+    told = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    members = [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in told]
+    assert [item["type"] for item in members] == [item.type for item in first.output]
+    ran = [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+    outputs = ["done", "done", ran, "a"]
+    results = [
+        {"type": f"{item.type}_output", "call_id": item.call_id, "output": output}
+        for item, output in zip(first.output, outputs, strict=True)
+    ]
+    items = [{"role": "user", "content": "hi"}, *told, *results]
+    again = client.responses.create(model="works", input=items, tools=CLIENT_TOOLS, store=False, max_output_tokens=1)
+    # All of the reply but its last token stands in the prompt again.
+    assert again.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 12
+
+
+def test_call_that_is_cut_off_is_no_call_that_could_be_run(scripts):
+    cut_off = set()
+    for model in ("works", "patches"):
+        asked = {"model": model, "input": "hi", "tools": [*CLIENT_TOOLS, *TOOLS]}
+        wanted = scripts.post("/v1/responses", json=asked).json()["output"]
+        script = SCRIPTS[model]
+        for cut in (20, 140, *(found.end() + 45 for found in re.finditer(b'"name": ', script))):
+            reply = scripts.post("/v1/responses", json={**asked, "max_output_tokens": cut}).json()
+            assert (reply["status"], reply["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+            for index, (item, whole) in enumerate(zip(reply["output"], wanted, strict=False)):
+                is_last = index == len(reply["output"]) - 1
+                assert item["status"] == "completed" or is_last
+                if item["status"] == "completed":
+                    assert item.keys() == whole.keys()
+                    for member in ("operation", "action", "input", "arguments"):
+                        assert item.get(member) == whole.get(member)
+                else:
+                    cut_off.add(item["type"])
+                    assert not item.get("action", {}).get("commands")
+    assert cut_off >= {"apply_patch_call", "shell_call", "local_shell_call", "custom_tool_call"}
+
+
+def test_calls_of_tools_that_another_server_ran_are_shown_as_text(client):
+    hosted = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "cats"}},
+        {"type": "code_interpreter_call", "id": "ci_1", "status": "completed", "code": "1+1", "outputs": None},
+        {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "aGk="},
+        {"type": "mcp_call", "id": "mcp_1", "server_label": "s", "name": "n", "arguments": "{}", "output": "x"},
+        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot", "image_url": "x"}},
+    ]
+    ask = [{"role": "user", "content": "hi"}]
+    counts = [
+        client.responses.create(**{**ASK, "input": [*ask, *items], "max_output_tokens": 1}).usage.input_tokens
+        for items in ([], hosted[:1], hosted[:2], hosted[:3], hosted[:4], hosted)
+    ]
+    assert sorted(set(counts)) == counts
+
+
+def test_chats_call_custom_tools_by_their_input(scripts):
+    client = client_of(scripts)
+    grammar = {"syntax": "lark", "definition": "start: /(?s:.*)/"}
+    tools = [
+        {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": grammar}}},
+        {"type": "function", "function": {"name": "garden__look"}},
+        {"type": "custom", "custom": {"name": "garden__patch"}},
+    ]
+    asked = {"model": "patches", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    message = client.chat.completions.create(**asked).choices[0].message
+    patch, look, empty = message.tool_calls
+    assert (patch.type, patch.custom.name, patch.custom.input) == ("custom", "patch", PATCH_TEXT)
+    assert (look.type, look.function.arguments, empty.custom.input) == ("function", "{}", "")
+    pieces = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            if call.index == 0:
+                pieces.append((call.type, call.custom["input"]))
+    assert pieces[0] == ("custom", "")
+    assert len(pieces) > 5
+    assert "".join(text for _, text in pieces) == PATCH_TEXT
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in message.tool_calls]
+    history = [*asked["messages"], message.model_dump(exclude_none=True), *results]
+    again = client.chat.completions.create(**{**asked, "messages": history, "max_tokens": 1})
+    assert again.usage.prompt_tokens_details.cached_tokens > len(PATCH_TEXT)
+
+
 def test_outputs_of_custom_tools_come_back_by_id_and_as_items(scripts):
     client = client_of(scripts)
     first = client.responses.create(model="patches", input="hi", tools=TOOLS)
@@ -141,11 +246,16 @@ def test_custom_tool_is_called_as_its_regex_says_and_by_name(client):
         assert number.isdigit()
         assert animal in ("cats", "dogs")
     openai = import_or_skip("openai")
+    wrong = {"type": "grammar", "syntax": "lark", "definition": 'start: a\na: "x" /(?=y)/'}
+    with pytest.raises(openai.BadRequestError, match="rule 'a', line 2") as caught:
+        client.responses.create(**{**asked, "tools": [LOOK, {**PATCH, "format": wrong}]})
+    assert caught.value.param == "tools[1].format.definition"
     with pytest.raises(openai.BadRequestError, match="no custom tool"):
         client.responses.create(**asked, tool_choice={"type": "custom", "name": "look"})
     lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"+'}
     reply = client.responses.create(**{**asked, "tools": [{**PATCH, "format": lark}]}, tool_choice="required")
     assert reply.output[0].type == "custom_tool_call"
+    assert set(reply.output[0].input) == {"x"}
     assert reply.tools[0].format.definition == lark["definition"]
 
 

@@ -248,22 +248,35 @@ def test_kind_of_a_form_that_is_not_known_is_refused_by_its_path(tcp):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs.something_new")
 
 
+HOSTED = [
+    (CHAT, {"type": "namespace", "name": "n", "tools": [FUNCTION]}, "namespace"),
+    (CHAT, {"type": "web_search"}, "web_search"),
+    *(
+        (RESPONSES, {"type": kind, "anything": {"deep": [1]}}, kind)
+        for kind in ("mcp", "file_search", "new_kind", "code_interpreter", "computer_use_preview", "image_generation")
+    ),
+    (RESPONSES, {"type": "shell", "environment": {"type": "container_auto"}}, "shell"),
+    (RESPONSES, {"type": "namespace", "name": "n", "tools": [{**CUSTOM, "type": "mcp"}]}, "mcp"),
+    (MESSAGES, {"type": "computer_20250124", "name": "computer", "display_width_px": 100}, "computer_20250124"),
+]
+
+
+@pytest.mark.parametrize(("path", "tool", "kind"), HOSTED, ids=lambda value: json.dumps(value)[:40])
+def test_tools_that_a_server_would_run_are_left_out_and_named_once(tcp, path, tool, kind):
+    for tools in ([tool, tool], [OWN_TOOL if path == MESSAGES else TOOL, tool]):
+        response = tcp.post(path, json={**ASKED[path], "tools": tools})
+        assert response.status_code == 200, response.text
+        assert response.headers[HEADER] == f"tools of type {kind!r} are left out: this server runs none"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "tool"),
     [
-        (CHAT, {"type": "custom", "custom": {"name": "patch"}}),
-        (CHAT, {"type": "namespace", "name": "n", "tools": [FUNCTION]}),
-        (CHAT, {"type": "web_search"}),
-        *((RESPONSES, {**CUSTOM, "type": kind}) for kind in ("mcp", "local_shell", "file_search", "new_kind")),
-        *(
-            (RESPONSES, {**CUSTOM, "type": kind})
-            for kind in ("code_interpreter", "computer_use_preview", "tool_search")
-        ),
         (RESPONSES, {"type": "namespace", "name": "n", "tools": []}),
-        (RESPONSES, {"type": "namespace", "name": "n", "tools": [{**CUSTOM, "type": "mcp"}]}),
         (RESPONSES, {**CUSTOM, "format": {"type": "grammar", "syntax": "gbnf", "definition": "root ::= x"}}),
-        (MESSAGES, {"type": "computer_20250124", "name": "computer", "display_width_px": 100}),
+        (RESPONSES, {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a(?=b)/"}}),
+        (CHAT, {"type": "custom", "custom": {**CUSTOM, "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}}),
         (MESSAGES, {"type": "bash_20250124", "name": "bash", "input_schema": {"type": "object"}}),
     ],
     ids=lambda value: json.dumps(value)[:60],
@@ -283,8 +296,6 @@ def test_tools_of_kinds_that_are_not_known_are_refused_by_name(tcp, path, tool, 
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
         (CHAT, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}),
         (RESPONSES, {"tools": [TOOL], "tool_choice": {"type": "custom", "name": "look"}}),
-        (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
-        (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}),
         (MESSAGES, {"tool_choice": {"type": "any"}}),
     ],
     ids=lambda value: json.dumps(value)[:60],
@@ -292,6 +303,19 @@ def test_tools_of_kinds_that_are_not_known_are_refused_by_name(tcp, path, tool, 
 def test_choice_that_cannot_be_kept_is_refused(tcp, path, more):
     response = tcp.post(path, json={**ASKED[path], **more})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice"), response.text
+
+
+def test_choice_of_tools_that_are_left_out_is_the_models_own(tcp):
+    search = {"type": "web_search"}
+    for path, tools, choice in (
+        (RESPONSES, [search], "required"),
+        (RESPONSES, [search, TOOL], search),
+        (CHAT, [search], "required"),
+        (MESSAGES, [{"type": "web_search_20250305", "name": "find"}], {"type": "tool", "name": "find"}),
+    ):
+        response = tcp.post(path, json={**ASKED[path], "tools": tools, "tool_choice": choice})
+        assert response.status_code == 200, response.text
+        assert "tool_choice" in response.headers[HEADER]
 
 
 def test_tools_of_a_namespace_are_called_by_their_own_names(tcp):

@@ -37,15 +37,10 @@ from localinfer.apps.server.replies.fields import (
     first_limit,
     given,
 )
-from localinfer.apps.server.replies.message_fields import (
-    Messages,
-    Tools,
-    checked_choice,
-    function_tools,
-    template_messages,
-)
+from localinfer.apps.server.replies.message_fields import Messages, template_messages
 from localinfer.apps.server.replies.reply import Reply
 from localinfer.apps.server.replies.service import Service, caller_options, prepared, read_body, service_of
+from localinfer.apps.server.replies.tool_fields import CustomInput, Tools, checked_choice, function_tools, tool_names
 from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import CHAT
 
@@ -124,6 +119,7 @@ class ChatRequest(ChatFields, kw_only=True):
                 "continue_final_message: true",
                 "add_generation_prompt",
             )
+        tools = function_tools(self.tools)
         return {
             **self.sampling_options(),
             **replying,
@@ -132,9 +128,11 @@ class ChatRequest(ChatFields, kw_only=True):
                 max_tokens=first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict),
                 prediction=None if self.prediction is None else self.prediction.text(),
                 logprobs=self.num_logprobs,
-                tools=function_tools(self.tools) or None,
-                tool_choice=checked_choice(self.tool_choice, has_tools=bool(self.tools)) if self.tool_choice else None,
-                parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+                tools=tools or None,
+                tool_choice=checked_choice(self.tool_choice, self.tools, has_tools=bool(tools))
+                if self.tool_choice
+                else None,
+                parallel_tool_calls=self.parallel_tool_calls if tools else None,
             ),
         }
 
@@ -241,6 +239,8 @@ class _Choice:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._custom_names = {name for name, tool in tool_names(body.tools).items() if tool.kind == "custom"}
+        self._inputs: dict[int, CustomInput] = {}
         self._logprobs: list[dict[str, Any]] | None = None if body.num_logprobs is None else []
 
     def deltas(self, token: "StreamEvent") -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -277,10 +277,16 @@ class _Choice:
                 self._reasoning.append(delta.text)
                 return dict.fromkeys(self._names, delta.text)
             case "call" if delta.call_id is not None:
-                function = {"name": delta.name, "arguments": ""}
-                call = {"id": delta.call_id, "type": "function", "function": function}
-                self._calls.append({**call, "function": dict(function)})
-                return {"tool_calls": [{"index": delta.call, **call}]}
+                kind, member = ("custom", "input") if delta.name in self._custom_names else ("function", "arguments")
+                if kind == "custom":
+                    self._inputs[delta.call] = CustomInput()
+                head = {"id": delta.call_id, "type": kind}
+                self._calls.append({**head, kind: {"name": delta.name, member: ""}})
+                return {"tool_calls": [{"index": delta.call, **head, kind: {"name": delta.name, member: ""}}]}
+            case _ if (read := self._inputs.get(delta.call)) is not None:
+                text = read.push(delta.text)
+                self._calls[delta.call]["custom"]["input"] += text
+                return {"tool_calls": [{"index": delta.call, "custom": {"input": text}}]} if text else {}
             case _:
                 self._calls[delta.call]["function"]["arguments"] += delta.text
                 return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}

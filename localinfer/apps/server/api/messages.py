@@ -10,7 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, chat_plan, serve_reply, timings
+from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, chat_plan, serve_reply, timings, whole_object
 from localinfer.apps.server.replies.clients import salt_options
 from localinfer.apps.server.replies.fields import (
     Count,
@@ -25,15 +25,12 @@ from localinfer.apps.server.replies.fields import (
 from localinfer.apps.server.replies.message_fields import (
     ChatMessage,
     InputMessage,
-    Tools,
-    anthropic_tools,
     chat_messages,
-    check_tool_choice,
-    checked_choice,
     template_messages,
     text_of,
 )
 from localinfer.apps.server.replies.service import caller_options, on_model, prepared, read_body
+from localinfer.apps.server.replies.tool_fields import Tools, anthropic_choice, anthropic_tools
 from localinfer.apps.server.transport.http import ANTHROPIC, ApiError, json_response
 from localinfer.apps.server.transport.known_fields import COUNTS, MESSAGES
 
@@ -81,11 +78,10 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
 
     def chat_options(self) -> dict[str, Any]:
-        """The engine's options about tools and reasoning. Raises: ApiError for a tool that is not the caller's own."""
+        """The engine's options about tools and reasoning. Raises: ApiError for what is no tool."""
         choice = self.tool_choice or ToolChoice()
-        check_tool_choice(self.tools or (), choice.name)
         tools = anthropic_tools(self.tools or ())
-        tool_choice = checked_choice(choice.as_openai(), has_tools=bool(tools))
+        tool_choice = anthropic_choice(choice.as_openai(), self.tools or ())
         effort = None if self.output_config is None else self.output_config.effort
         return given(
             tools=tools or None,
@@ -209,15 +205,15 @@ class _MessageWriter(BlockWriter):
         self.blocks.append(block)
         yield {**self._at("content_block_start"), "content_block": dict(block)}
 
-    def block_grown(self, delta: Delta) -> Event:
+    def block_grown(self, delta: Delta) -> Iterator[Event]:
         name, member = _DELTAS[delta.kind]
         text = "" if delta.kind == "reasoning" and self._omits_reasoning else delta.text
-        return {**self._at("content_block_delta"), "delta": {"type": f"{name}_delta", member: text}}
+        yield {**self._at("content_block_delta"), "delta": {"type": f"{name}_delta", member: text}}
 
     def block_closed(self, kind: str, text: str) -> Iterator[Event]:
         block = self.blocks[-1]
         if kind == "call":
-            whole = _whole_object(text)
+            whole = whole_object(text)
             block["input"] = {} if whole is None else whole
             if whole is None:
                 self._cut_calls.append(block["name"])
@@ -229,14 +225,6 @@ class _MessageWriter(BlockWriter):
 
     def _at(self, kind: str) -> Event:
         return {"type": kind, "index": len(self.blocks) - 1}
-
-
-def _whole_object(text: str) -> dict[str, Any] | None:
-    """The arguments of a call; None of one that was cut short."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return None
 
 
 def _cut_notice(name: str) -> str:

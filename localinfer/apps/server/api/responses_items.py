@@ -11,27 +11,35 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, PromptProgress, timings, usage
+from localinfer.apps.server.api.responses_calls import CALLS, CallItem, call_item, hosted_text, read_call, read_output
+from localinfer.apps.server.api.serving import (
+    BlockWriter,
+    Delta,
+    Event,
+    PromptProgress,
+    timings,
+    usage,
+    whole_object,
+)
 from localinfer.apps.server.replies.fields import CacheSalt, ChatFields, Count, ResponseFormat
 from localinfer.apps.server.replies.message_fields import (
     ChatMessage,
-    CustomInput,
-    FunctionCall,
     MessageToolCall,
     Role,
-    ToolName,
-    Tools,
-    custom_arguments,
-    joined_name,
     joined_text,
     message_content,
+)
+from localinfer.apps.server.replies.reply import Reply
+from localinfer.apps.server.replies.tool_fields import (
+    ToolName,
+    Tools,
+    is_left_out,
     responses_choice,
     responses_tools,
     tool_names,
 )
-from localinfer.apps.server.replies.reply import Reply
 from localinfer.apps.server.transport.http import ApiError, unsupported
-from localinfer.apps.server.transport.known_fields import RESPONSES, SEARCH_TOOLS
+from localinfer.apps.server.transport.known_fields import RESPONSES
 from localinfer.generation.chat.messages import SYSTEM_ROLES
 
 if TYPE_CHECKING:
@@ -49,6 +57,9 @@ _ID_PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "shell_call": "sh",
+    "apply_patch_call": "apc",
     "compaction": "cmp",
 }
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})_i?\d+")
@@ -59,8 +70,9 @@ Item = dict[str, Any]
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     """One item of a request's input; what each kind has beside its type is optional here.
 
-    id: of an item that is referred to. status, phase, summary, caller, created_by: ignored, as items are told apart by
-    their order, and a summary of reasoning is not what the model thought.
+    id: of an item that is referred to. From `action` to `tools`: of calls of tools that are no functions. status,
+    phase, summary, caller, created_by, environment, max_output_length: ignored, as items are told apart by their order,
+    and a summary of reasoning is not what the model thought.
     """
 
     type: str | None = None
@@ -68,11 +80,26 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[dict[str, Any]] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
-    output: str | list[dict[str, Any]] | None = None
+    output: str | list[dict[str, Any]] | dict[str, Any] | None = None
     namespace: str | None = None
     id: Any = None
+    action: Any = None
+    actions: Any = None
+    operation: Any = None
+    queries: Any = None
+    results: Any = None
+    result: Any = None
+    code: Any = None
+    outputs: Any = None
+    server_label: Any = None
+    error: Any = None
+    approve: Any = None
+    reason: Any = None
+    tools: Any = None
+    environment: Any = None
+    max_output_length: Any = None
     encrypted_content: Any = None
     status: Any = None
     phase: Any = None
@@ -138,16 +165,15 @@ def item_messages(
                 messages.append(ChatMessage(item.role, content))
                 reasoning.clear()
                 is_open = False
-            case "function_call" | "custom_tool_call" if item.name is not None:
-                is_custom = item.kind == "custom_tool_call"
-                arguments = custom_arguments(item.input or "") if is_custom else item.arguments
-                function = FunctionCall(joined_name(item.namespace, item.name), arguments)
+            case kind if kind in CALLS:
+                function = read_call(kind, msgspec.structs.asdict(item), place(index))
                 reply = messages[-1] if is_open else begin_reply(None)
-                reply.tool_calls = [*(reply.tool_calls or ()), MessageToolCall(function, item.call_id, "function")]
+                reply.tool_calls = [*(reply.tool_calls or ()), MessageToolCall(function, _call_id(item), "function")]
                 is_open = True
-            case "function_call_output" | "custom_tool_call_output":
-                output = message_content(item.output, f"{place(index)}.output", "tool")
-                messages.append(ChatMessage("tool", output, tool_call_id=item.call_id))
+            case kind if kind.removesuffix("_output") in CALLS:
+                output = read_output(kind, item.output, item.status)
+                content = message_content(output, f"{place(index)}.output", "tool")
+                messages.append(ChatMessage("tool", content, tool_call_id=_call_id(item)))
                 is_open = False
             case "compaction" | "compaction_summary":
                 found = unseal(item.encrypted_content, place(index))
@@ -159,6 +185,9 @@ def item_messages(
             case "compaction_trigger":
                 # The last one is answered by a compaction; one before it was.
                 is_open = False
+            case kind if (text := hosted_text(kind, msgspec.structs.asdict(item))) is not None:
+                begin_reply(text)
+                is_open = False
             case kind:
                 raise unsupported(
                     f"{place(index)} is of type {kind!r:.40} and cannot be read; give messages with a role, calls of "
@@ -166,6 +195,11 @@ def item_messages(
                     place(index),
                 )
     return messages
+
+
+def _call_id(item: InputItem) -> str | None:
+    """The id of a call, which some items have only as their own."""
+    return item.call_id or (item.id if isinstance(item.id, str) else None)
 
 
 def kept_items(items: str | Sequence[InputItem], token: str) -> list[Item]:
@@ -414,7 +448,8 @@ class ResponseWriter(BlockWriter):
         self._body, self._turn, self._keep = body, turn, keep
         self._tools = tool_names(body.tools)
         self._token = reply.id.partition("_")[2]
-        self._custom: CustomInput | None = None
+        self._call: CallItem | None = None
+        self._is_told = True
         self._number = 0
         self._status = "in_progress"
         self._error: ApiError | None = None
@@ -490,7 +525,7 @@ class ResponseWriter(BlockWriter):
             "temperature": body.temperature,
             "text": {"format": _format(body), "verbosity": "medium"},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [tool for tool in body.tools or () if tool.get("type") not in SEARCH_TOOLS],
+            "tools": [tool for tool in body.tools or () if not is_left_out(tool)],
             "top_logprobs": 0,
             "top_p": body.top_p,
             "truncation": "auto" if body.truncation == "auto" else "disabled",
@@ -505,40 +540,45 @@ class ResponseWriter(BlockWriter):
 
     def block_opened(self, delta: Delta) -> Iterator[Event]:
         index = len(self.blocks)
-        tool = self._tool(delta)
-        self._custom = CustomInput() if tool.is_custom else None
-        name = "ctc" if tool.is_custom else {"text": "msg", "reasoning": "rs", "call": "fc"}[delta.kind]
+        self._call = call_item(self._tool(delta), delta.call_id) if delta.kind == "call" else None
+        name = {"text": "msg", "reasoning": "rs"}[delta.kind] if self._call is None else self._call.prefix
         item: Item = {"id": f"{name}_{self._token}_{index}", "status": "in_progress"}
         match delta.kind:
             case "text":
                 item |= {"type": "message", "role": "assistant", "content": []}
             case "reasoning":
                 item |= {"type": "reasoning", "summary": [], "content": []}
-            case "call":
-                kind, member = ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
-                item |= {"type": kind, "call_id": delta.call_id, "name": tool.name, member: ""}
-                if tool.namespace is not None:
-                    item["namespace"] = tool.namespace
+            case "call" if self._call is not None:
+                item |= {"type": self._call.kind, **self._call.members()}
         self.blocks.append(item)
-        yield self._event("response.output_item.added", output_index=index, item=dict(item))
+        # A patch has its item when it is known what it is a patch of.
+        self._is_told = "operation" not in item
+        if self._is_told:
+            yield self._event("response.output_item.added", output_index=index, item=dict(item))
         if delta.kind == "text":
             yield self._event("response.content_part.added", **self._place(), content_index=0, part=_output_part(""))
 
-    def block_grown(self, delta: Delta) -> Event | None:
+    def block_grown(self, delta: Delta) -> Iterator[Event]:
         at = self._place()
         match delta.kind:
             case "text":
                 more = self._timings_so_far()
-                return self._event(
+                yield self._event(
                     "response.output_text.delta", **at, content_index=0, delta=delta.text, logprobs=[], **more
                 )
             case "reasoning":
-                return self._event("response.reasoning_text.delta", **at, content_index=0, delta=delta.text)
-            case _ if self._custom is not None:
-                text = self._custom.push(delta.text)
-                return self._event("response.custom_tool_call_input.delta", **at, delta=text) if text else None
-            case _:
-                return self._event("response.function_call_arguments.delta", **at, delta=delta.text)
+                yield self._event("response.reasoning_text.delta", **at, content_index=0, delta=delta.text)
+            case _ if self._call is not None:
+                item = self.blocks[-1]
+                made = list(self._call.push(item, delta.text))
+                if not self._is_told and item["operation"] is not None:
+                    self._is_told = True
+                    begun = {**item, "operation": {**item["operation"], "diff": ""}}
+                    if "diff" not in item["operation"]:
+                        begun = dict(item)
+                    yield self._event("response.output_item.added", output_index=at["output_index"], item=begun)
+                for kind, members in made:
+                    yield self._event(f"response.{kind}", **at, **members)
 
     def block_closed(self, kind: str, text: str) -> Iterator[Event]:
         item, at = self.blocks[-1], self._place()
@@ -554,14 +594,15 @@ class ResponseWriter(BlockWriter):
                 if self._body.wants_encrypted_reasoning:
                     item["encrypted_content"] = encrypted_reasoning(text)
                 yield self._event("response.reasoning_text.done", **at, content_index=0, text=text)
-            case _ if self._custom is not None:
-                if rest := self._custom.rest():
-                    yield self._event("response.custom_tool_call_input.delta", **at, delta=rest)
-                item["input"] = self._custom.text
-                yield self._event("response.custom_tool_call_input.done", **at, input=item["input"])
-            case _:
-                item["arguments"] = text
-                yield self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=text)
+            case _ if self._call is not None:
+                is_whole = whole_object(text) is not None
+                item["status"] = "completed" if is_whole else "incomplete"
+                for name, members in self._call.close(item, text, is_whole=is_whole):
+                    yield self._event(f"response.{name}", **at, **members)
+                if not self._is_told:
+                    # Cut off before it was known what to do.
+                    self.blocks.pop()
+                    return
         yield self._event("response.output_item.done", output_index=at["output_index"], item=dict(item))
 
     def _progress_events(self, *, is_read: bool) -> Iterator[Event]:

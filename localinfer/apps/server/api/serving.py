@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -196,6 +197,14 @@ def deltas_of(event: "StreamEvent") -> Iterator[Delta]:
         yield Delta("call", delta.arguments, delta.index, delta.id, delta.name)
 
 
+def whole_object(text: str) -> dict[str, Any] | None:
+    """The arguments of a call; None of one that was cut short."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+
+
 class ReplyWriter:
     """One reply in a wire format: the events that its tokens become on a stream, and the object they are together.
 
@@ -338,8 +347,7 @@ class BlockWriter(ReplyWriter):
                 yield from self.block_opened(delta)
             if delta.text:
                 self._texts.append(delta.text)
-                if (grown := self.block_grown(delta)) is not None:
-                    yield grown
+                yield from self.block_grown(delta)
 
     @property
     def is_open(self) -> bool:
@@ -357,8 +365,8 @@ class BlockWriter(ReplyWriter):
         """Append an empty block of a delta's kind."""
         raise NotImplementedError
 
-    def block_grown(self, delta: Delta) -> Event | None:
-        """The event for what a delta adds to the open block; None if that shows later."""
+    def block_grown(self, delta: Delta) -> Iterator[Event]:
+        """The events for what a delta adds to the open block."""
         raise NotImplementedError
 
     def block_closed(self, kind: str, text: str) -> Iterator[Event]:

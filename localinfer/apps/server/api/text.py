@@ -21,14 +21,9 @@ from localinfer.apps.server.replies.fields import (
     given,
     without_missing_thinking,
 )
-from localinfer.apps.server.replies.message_fields import (
-    Messages,
-    Tools,
-    checked_choice,
-    function_tools,
-    template_messages,
-)
+from localinfer.apps.server.replies.message_fields import Messages, template_messages
 from localinfer.apps.server.replies.service import on_model, read_body, service_of
+from localinfer.apps.server.replies.tool_fields import Tools, checked_choice, function_tools
 from localinfer.apps.server.transport.bodies import is_large
 from localinfer.apps.server.transport.http import ApiError, json_response, to_api_error
 from localinfer.apps.server.transport.known_fields import TEMPLATES, TEXTS
@@ -96,8 +91,8 @@ class TemplateRequest(ChatFields, kw_only=True):
         """The engine's options that the prompt of these messages depends on."""
         options = self.reply_options(self.reasoning)
         has_form = options.pop("constraint", None) is not None
-        choice = checked_choice(self.tool_choice, has_tools=bool(self.tools))
         tools = function_tools(self.tools)
+        choice = checked_choice(self.tool_choice, self.tools, has_tools=bool(tools))
         options |= continuation(self.continue_final_message, self.add_generation_prompt, messages, has_form=has_form)
         return {**options, **given(tools=tools or None, tool_choice=choice if self.tools else None)}
 

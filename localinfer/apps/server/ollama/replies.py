@@ -34,9 +34,9 @@ from localinfer.apps.server.ollama.fields import (
 )
 from localinfer.apps.server.operation.observation import record_of
 from localinfer.apps.server.replies.fields import TokenId, continuation, given
-from localinfer.apps.server.replies.message_fields import Tools, function_tools
 from localinfer.apps.server.replies.reply import Reply, TextPlan
 from localinfer.apps.server.replies.service import caller_options, prepared, read_body, reserve_prompts, service_of
+from localinfer.apps.server.replies.tool_fields import Tools, function_tools
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import OLLAMA, ApiError, json_response, unsupported
 from localinfer.apps.server.transport.known_fields import KnownFields, Refusal

@@ -1,11 +1,6 @@
-"""Messages and tools of each API, brought into the one shape that the engine reads, or refused.
+"""Messages of each API, brought into the one shape that the engine reads, or refused."""
 
-A custom tool takes any text. It becomes a function whose one argument is that text."""
-
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -13,8 +8,9 @@ from msgspec import Meta
 
 from localinfer.apps.server.replies.media_fields import media_part
 from localinfer.apps.server.transport.http import ApiError, check_object, unsupported
-from localinfer.apps.server.transport.known_fields import MESSAGE_MEMBERS, MESSAGE_PARTS, SEARCH_TOOLS, TOOLS
+from localinfer.apps.server.transport.known_fields import MESSAGE_MEMBERS, MESSAGE_PARTS
 from localinfer.errors import MessageError
+from localinfer.generation.chat.custom_tools import custom_arguments
 from localinfer.generation.chat.media_parts import MediaSource, joined_parts, parts_content
 from localinfer.generation.chat.messages import read_messages
 
@@ -30,13 +26,21 @@ class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class CustomCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call of a custom tool: its input is text."""
+
+    name: str
+    input: str = ""
+
+
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A tool call that an assistant made. index: ignored, as calls stand in their order."""
 
-    function: FunctionCall
+    function: FunctionCall | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
     index: int | None = None
+    custom: CustomCall | None = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,8 +85,15 @@ def _as_written(message: ChatMessage, path: str) -> dict[str, Any]:
     written: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(message, content=None))
     for name in _IGNORED:
         del written[name]
-    for call in written["tool_calls"] or ():
+    for index, call in enumerate(written["tool_calls"] or ()):
         del call["index"]
+        custom = call.pop("custom")
+        if (custom is None) == (call["function"] is None):
+            place = f"{path}.tool_calls[{index}]"
+            raise ApiError(400, f"{place} has no function and no custom, or both; give one", param=place)
+        if custom is not None:
+            function = {"name": custom["name"], "arguments": custom_arguments(custom["input"])}
+            call |= {"type": "function", "function": function}
     written["content"] = message.content
     if isinstance(message.content, list):
         written["content"] = message_content(message.content, f"{path}.content", message.role)
@@ -138,102 +149,12 @@ _MEMBERS = {
 }
 """Type of a block -> its members that are read."""
 
-_TEXT = {"type": "string"}
-_EDITS = {
-    "path": _TEXT,
-    "file_text": _TEXT,
-    "old_str": _TEXT,
-    "new_str": _TEXT,
-    "insert_line": {"type": "integer"},
-    "insert_text": _TEXT,
-    "view_range": {"type": "array", "items": {"type": "integer"}},
-}
-_CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "bash": (
-        "Run a command in a shell that stays open between calls; restart opens a new one.",
-        {"command": _TEXT, "restart": {"type": "boolean"}},
-        (),
-    ),
-    "text_editor": (
-        "View, create and edit files. str_replace replaces old_str, which must occur once, by new_str; insert puts a "
-        "text after insert_line.",
-        {"command": {"enum": ["view", "create", "str_replace", "insert"]}, **_EDITS},
-        ("command", "path"),
-    ),
-    "memory": (
-        "View, create, edit, delete and rename files of notes under /memories, which outlive the conversation.",
-        {
-            "command": {"enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
-            **_EDITS,
-            "old_path": _TEXT,
-            "new_path": _TEXT,
-        },
-        ("command",),
-    ),
-}
-"""Tools that the client runs and whose arguments their type stands for: description, arguments, those required."""
-_SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search_tool_regex", "tool_search_tool_bm25")
-"""Tools that their maker's server runs; clients list them unasked, and what a model is not shown it does not call."""
-
 
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message: text, or blocks of text, documents, tool calls, their results, and former reasoning."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
-
-
-def anthropic_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as chat completions have them, without those that a server would run.
-
-    Raises: ApiError for what is no tool, and for one that needs more than text.
-    """
-    read = (_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools) if _kind_of(tool) not in _SERVER_TOOLS)
-    return list(read)
-
-
-def check_tool_choice(tools: Sequence[Mapping[str, Any]], name: str | None) -> None:
-    """Raise ApiError for the choice of a tool that is left out."""
-    if name is not None and any(tool.get("name") == name and _kind_of(tool) in _SERVER_TOOLS for tool in tools):
-        raise unsupported(
-            f"tool_choice names {name!r:.60}, which a server would run itself, and this one runs none; give a tool "
-            "that the client runs",
-            "tool_choice",
-        )
-
-
-def _kind_of(tool: Mapping[str, Any]) -> str:
-    """The type of a tool without the date of its version."""
-    kind = str(tool.get("type") or "custom")
-    name, _, version = kind.rpartition("_")
-    return name if version.isdigit() else kind
-
-
-def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    kind = _kind_of(tool)
-    match tool:
-        case {"name": str(name), "input_schema": dict(schema)} if kind == "custom":
-            check_object(tool, "type name description input_schema strict", path, TOOLS)
-            described = {"name": name, "description": tool.get("description") or "", "parameters": schema}
-            return {"type": "function", "function": described | ({"strict": True} if tool.get("strict") else {})}
-        case {"name": str(name)} if kind in _CLIENT_TOOLS:
-            if tool.get("input_schema") is not None:
-                raise unsupported(
-                    f"{path}.input_schema is given for a tool of type {tool['type']!r:.40}, whose arguments are known; "
-                    "leave out one of both",
-                    f"{path}.input_schema",
-                )
-            check_object(tool, "type name max_characters", path, TOOLS)
-            description, properties, required = _CLIENT_TOOLS[kind]
-            parameters = {"type": "object", "properties": properties, "required": list(required)}
-            described = {"name": name, "description": description, "parameters": parameters}
-            return {"type": "function", "function": described}
-        case _:
-            raise unsupported(
-                f"{path} is of type {tool.get('type')!r:.40}, which this server cannot describe to the model; give a "
-                "name, a description and an input_schema",
-                path,
-            )
 
 
 def chat_messages(message: InputMessage, path: str) -> list[ChatMessage]:
@@ -342,307 +263,3 @@ def _refused(block: Any, path: str) -> ApiError:
         "results",
         path,
     )
-
-
-Tools = Annotated[list[dict[str, Any]], Meta(max_length=256)]
-_FUNCTION = "name description parameters strict"
-_SEPARATOR = "__"
-"""Between the name of a namespace and that of a tool in it: letters that every template prints as they are."""
-CUSTOM_ARGUMENT = "input"
-"""The one argument of the function that a custom tool becomes."""
-
-
-@dataclass(frozen=True)
-class ToolName:
-    """The client's name of a tool that the model may call, in its namespace if it has one."""
-
-    name: str
-    namespace: str | None = None
-    is_custom: bool = False
-
-
-def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Function tools, given with or without their wrapper, in it.
-
-    Raises: ApiError for other kinds, which a server would have to run itself, and for members that mean nothing.
-    """
-    return [_wrapped(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
-
-
-def responses_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Like `function_tools` for the API of responses: with custom tools and namespaces, and without searches."""
-    made: list[dict[str, Any]] = []
-    for index, tool in enumerate(tools or ()):
-        if tool.get("type") == "namespace":
-            made += _namespace_tools(tool, f"tools[{index}]")
-        elif tool.get("type") not in SEARCH_TOOLS:
-            made.append(_responses_tool(tool, f"tools[{index}]"))
-    return made
-
-
-def responses_choice(
-    choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]] | None
-) -> str | dict[str, Any] | None:
-    """Like `checked_choice`, where custom tools may be named, with the tools as they were given."""
-    names = tool_names(tools)
-    if isinstance(choice, Mapping):
-        choice = _as_function(choice, names)
-        allowed = choice.get("tools")
-        if choice.get("type") == "allowed_tools" and isinstance(allowed, list):
-            choice = {**choice, "tools": [_as_function(one, names) for one in allowed if isinstance(one, Mapping)]}
-    return checked_choice(choice, has_tools=bool(names))
-
-
-def _as_function(choice: Mapping[str, Any], names: Mapping[str, ToolName]) -> Mapping[str, Any]:
-    """A choice of a custom tool as that of the function that it became. Raises: ApiError if there is none."""
-    if choice.get("type") != "custom" or not isinstance(choice.get("name"), str):
-        return choice
-    name = joined_name(choice.get("namespace"), choice["name"])
-    if name not in names or not names[name].is_custom:
-        raise ApiError(400, f"tool_choice names {name!r:.80}, which is no custom tool here", param="tool_choice")
-    return {**choice, "type": "function"}
-
-
-def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, ToolName]:
-    """By the name that the model calls: what clients of the API of responses call each tool."""
-    names: dict[str, ToolName] = {}
-    for tool in tools or ():
-        if tool.get("type") in SEARCH_TOOLS:
-            continue
-        namespace = str(tool.get("name")) if tool.get("type") == "namespace" else None
-        for one in [tool] if namespace is None else _inner_tools(tool):
-            made = ToolName(str(one.get("name")), namespace, one.get("type") == "custom")
-            names[joined_name(namespace, made.name)] = made
-    return names
-
-
-def custom_arguments(text: str) -> str:
-    """The arguments of the function that a custom tool became, for an input."""
-    # Written as models are held to write it, so that a call in a conversation is found in the prefix cache.
-    return json.dumps({CUSTOM_ARGUMENT: text}, ensure_ascii=False)
-
-
-def joined_name(namespace: str | None, name: str) -> str:
-    """The name by which the model calls a tool of a namespace."""
-    return name if not namespace else f"{namespace}{_SEPARATOR}{name}"
-
-
-def checked_choice(choice: str | Mapping[str, Any] | None, *, has_tools: bool) -> str | dict[str, Any] | None:
-    """A choice of tools in the engine's shape. Raises: ApiError for kinds that are not known here."""
-    made = _named_choice(choice) if isinstance(choice, Mapping) else choice
-    if not has_tools and made not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice demands a call, but there are no tools; give some", param="tool_choice")
-    return made
-
-
-def _named_choice(choice: Mapping[str, Any]) -> str | dict[str, Any]:
-    function = choice.get("function")
-    if choice.get("type") in ("auto", "none", "required", "any"):
-        check_object(choice, "type", "tool_choice", {})
-        return str(choice["type"])
-    if choice.get("type") == "allowed_tools":
-        return _allowed_tools(choice)
-    if choice.get("type") == "function" and isinstance(function, Mapping):
-        check_object(choice, "type function", "tool_choice", {})
-        check_object(function, "name", "tool_choice.function", {})
-        return dict(choice)
-    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
-        check_object(choice, "type name namespace", "tool_choice", {})
-        return {"type": "function", "function": {"name": joined_name(choice.get("namespace"), choice["name"])}}
-    raise unsupported(
-        f"tool_choice is of type {choice.get('type')!r:.40}; give auto, none, required, a function's name, or "
-        "allowed_tools",
-        "tool_choice",
-    )
-
-
-def _allowed_tools(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """The tools among which the model may choose, given beside the type or, for chat completions, in a wrapper."""
-    wrapped = choice.get("allowed_tools")
-    given = wrapped if isinstance(wrapped, Mapping) else choice
-    check_object(choice, "type allowed_tools" if given is wrapped else "type mode tools", "tool_choice", {})
-    tools = given.get("tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ApiError(400, "tool_choice has no list of the tools that are allowed; give tools", param="tool_choice")
-    return {
-        "type": "allowed_tools",
-        "mode": given.get("mode", "auto"),
-        "tools": [_named_choice(tool) for tool in tools if tool.get("type") not in SEARCH_TOOLS],
-    }
-
-
-def _namespace_tools(tool: Mapping[str, Any], path: str) -> Iterator[dict[str, Any]]:
-    check_object(tool, "type name description tools", path, TOOLS)
-    namespace = tool.get("name")
-    if not isinstance(namespace, str) or not _inner_tools(tool):
-        raise ApiError(400, f"{path} is a namespace without a name or without tools; give both", param=path)
-    for index, inner in enumerate(_inner_tools(tool)):
-        wrapped = _responses_tool(inner, f"{path}.tools[{index}]")
-        function = wrapped["function"]
-        descriptions = (tool.get("description"), function.get("description"))
-        joined = "\n".join(text for text in descriptions if isinstance(text, str) and text)
-        function |= {"name": joined_name(namespace, str(function.get("name"))), "description": joined}
-        yield wrapped
-
-
-def _inner_tools(tool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    inner = tool.get("tools")
-    return [one for one in inner if isinstance(one, Mapping)] if isinstance(inner, list) else []
-
-
-def _responses_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    return _custom_tool(tool, path) if tool.get("type") == "custom" else _wrapped(tool, path)
-
-
-def _custom_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A custom tool as a function. A regex binds its argument; a Lark grammar is only shown, as JSON cannot hold one.
-
-    Raises: ApiError.
-    """
-    check_object(tool, "type name description format", path, TOOLS)
-    form = tool.get("format") or {"type": "text"}
-    if not isinstance(form, Mapping) or form.get("type") not in ("text", "grammar"):
-        raise ApiError(
-            400, f'{path}.format is {form!r:.60}; give {{"type": "text"}} or a grammar', param=f"{path}.format"
-        )
-    check_object(form, "type syntax definition", f"{path}.format", {})
-    argument: dict[str, Any] = {"type": "string", "description": "The input, as plain text."}
-    parts = [tool.get("description")]
-    is_regex = False
-    if form["type"] == "grammar":
-        syntax, definition = form.get("syntax"), form.get("definition")
-        if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise ApiError(
-                400,
-                f"{path}.format is a grammar; name lark or regex as its syntax, and give its definition",
-                param=f"{path}.format",
-            )
-        parts.append(
-            f"The {CUSTOM_ARGUMENT} must follow this {'Lark grammar' if syntax == 'lark' else 'regex'}:\n{definition}"
-        )
-        is_regex = syntax == "regex"
-        if is_regex:
-            argument["pattern"] = f"^(?:{definition})$"
-    parameters = {
-        "type": "object",
-        "properties": {CUSTOM_ARGUMENT: argument},
-        "required": [CUSTOM_ARGUMENT],
-        "additionalProperties": False,
-    }
-    function = {
-        "name": tool.get("name"),
-        "description": "\n\n".join(part for part in parts if isinstance(part, str) and part),
-        "parameters": parameters,
-        # Then a regex that cannot be enforced is refused.
-        **({"strict": True} if is_regex else {}),
-    }
-    return {"type": "function", "function": function}
-
-
-def _wrapped(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    kind = tool.get("type", "function")
-    if kind != "function":
-        raise unsupported(
-            f"{path} is of type {kind!r:.40}, which this server cannot run; describe it as a function that the client "
-            "runs, or leave it out",
-            f"{path}.type",
-        )
-    function = tool.get("function")
-    if isinstance(function, Mapping):
-        check_object(tool, "type function", path, TOOLS)
-        check_object(function, _FUNCTION, f"{path}.function", TOOLS)
-    else:
-        check_object(tool, f"type {_FUNCTION}", path, TOOLS)
-        function = tool
-    return {"type": "function", "function": {name: function[name] for name in _FUNCTION.split() if name in function}}
-
-
-_OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_ARGUMENT}"\s*:\s*"')
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
-_UNICODE = re.compile(r"\\u([0-9a-fA-F]{4})")
-_SPECIAL = re.compile(r'["\\]')
-_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
-
-
-class CustomInput:
-    """Takes the JSON of one call's arguments in pieces, cut anywhere, and gives the text that they hold."""
-
-    def __init__(self) -> None:
-        self._json = ""
-        self._at = 0
-        self._given: list[str] = []
-
-    def push(self, piece: str) -> str:
-        """The text that a piece adds; it may be empty."""
-        self._json += piece
-        if not self._at:
-            opening = _OPENING.match(self._json)
-            if opening is None:
-                return ""
-            self._at = opening.end()
-        text = self._read()
-        self._given.append(text)
-        return text
-
-    def rest(self) -> str:
-        """The rest of the whole text at the end: of arguments that are no such JSON, all of them as they are."""
-        given = "".join(self._given)
-        whole = self._whole(given)
-        rest = whole.removeprefix(given)
-        self._given.append(rest)
-        return rest
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._given)
-
-    def _whole(self, given: str) -> str:
-        try:
-            arguments = json.loads(self._json)
-        except ValueError:
-            # Cut short, or no JSON.
-            return given if self._at else self._json
-        text = arguments.get(CUSTOM_ARGUMENT) if isinstance(arguments, dict) else None
-        return text if isinstance(text, str) and text.startswith(given) else given or self._json
-
-    def _read(self) -> str:
-        """Decode what can be decoded by now; stops before the closing quote and before an escape that is not whole."""
-        parts: list[str] = []
-        while self._at < len(self._json):
-            sign = self._json[self._at]
-            if sign == '"':
-                break
-            if sign != "\\":
-                found = _SPECIAL.search(self._json, self._at)
-                end = len(self._json) if found is None else found.start()
-                parts.append(self._json[self._at : end])
-                self._at = end
-                continue
-            decoded, length = self._escape()
-            if not length:
-                break
-            parts.append(decoded)
-            self._at += length
-        return "".join(parts)
-
-    def _escape(self) -> tuple[str, int]:
-        """The character of the escape here, and its length in JSON; 0 if it is not whole yet."""
-        kind = self._json[self._at + 1 : self._at + 2]
-        if kind != "u":
-            return _ESCAPES.get(kind, kind), 2 if kind else 0
-        first = _UNICODE.match(self._json, self._at)
-        if first is None:
-            # Not whole yet, or no escape that JSON knows: the end decides.
-            return "", 0
-        code = int(first[1], 16)
-        if code not in _HIGH:
-            return chr(code) if code not in _LOW else "\ufffd", 6
-        second = _UNICODE.match(self._json, self._at + 6)
-        if second is None:
-            is_cut = r"\u".startswith(self._json[self._at + 6 : self._at + 8]) and len(self._json) < self._at + 12
-            return ("", 0) if is_cut else ("\ufffd", 6)
-        low = int(second[1], 16)
-        if low not in _LOW:
-            return "\ufffd", 6
-        return chr(0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)), 12

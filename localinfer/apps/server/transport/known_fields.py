@@ -503,6 +503,3 @@ TOOLS = _ignore(f"""
     allowed_callers: tools are called by the model only
 """)
 """Of the definitions of tools, in whatever API."""
-SEARCH_TOOLS = ("web_search", "web_search_preview")
-"""Kinds of tools that clients list unasked, ignored where the API has them: what the model is not shown it does not
-call, and the answer lists the tools that it had. Every other kind that a server would run is refused."""
