@@ -427,6 +427,7 @@ class GraphBuilder:
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
         self.states: list[StateShape] = []
+        self.typed_ops: set[int] = set()
 
     def buffer(self, name: str, width: int, rows: Rows = Rows.BATCH) -> Buffer:
         """A new buffer. Raises: ShapeError."""
@@ -474,7 +475,8 @@ class GraphBuilder:
         embedded = [(op.part + 1) * op.x.width for op in self.ops if isinstance(op, ops.EmbedMedia)]
         has_ranges = any(isinstance(op, ops.Attention) and op.takes_ranges for op in self.ops)
         parts = (self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states), hidden)
-        return OpGraph(*parts, media_width=max(embedded, default=0), takes_ranges=has_ranges)
+        typed = frozenset(self.typed_ops)
+        return OpGraph(*parts, media_width=max(embedded, default=0), takes_ranges=has_ranges, typed_ops=typed)
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)

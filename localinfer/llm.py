@@ -730,7 +730,7 @@ class LLM(Closing):
         """
         wanted, salt = self._engine.check_prompt(token_ids, names_media=True), salt_of(cache_salt)
         with self._engine.exclusive_cache() as cache:
-            return cache.forget(wanted, salt)
+            return cache.forget(wanted, self._engine.text_salt(wanted, salt))
 
     def close(self) -> None:
         """Write conversations to disk, for some seconds at most; release memory and threads. May be called again.

@@ -213,6 +213,19 @@ class Stretch(NamedTuple):
     share: float
 
 
+class Entries(NamedTuple):
+    """Ops of a tape that one kind of batch runs."""
+
+    ops: NDArray[np.int64]
+    """[ops, 2], see OP_BYTES."""
+    address: int
+    """Of these."""
+    num_ops: int
+    """Number of these."""
+    stretches: "list[Stretch]"
+    """Their parts of equal work."""
+
+
 class CpuProgram:
     """Runs batches; `ops.Program`, `ops.AbortableProgram` and `ops.MeasurableProgram`. One caller at a time.
 
@@ -235,18 +248,30 @@ class CpuProgram:
         self._work = 1
         self._unmeasured = 0
         addresses = zip(tape.kernels, tape.parameters, strict=True)
-        self._ops = placed(np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64))
-        self._ops_address, self._num_ops = address(self._ops), len(self._ops)
-        self._plain_ops, self._ranged_ops = self._ops, self._ops
+        plain = placed(np.array([[kernel.address, address(words)] for kernel, words in addresses], np.int64))
+        self._num_ops = len(plain)
+        ranged = plain
         if tape.ranged_kernels:
-            self._ranged_ops = placed(self._ops.copy())
+            ranged = placed(plain.copy())
             for index, kernel in tape.ranged_kernels.items():
-                self._ranged_ops[index, 0] = kernel.address
-        self._stretches = stretches(tape.operations)
-        self._recurrent_ops = placed(np.ascontiguousarray(self._ops[tape.recurrent_kernels]))
-        carrying = [tape.descriptions[index] for index in tape.recurrent_kernels]
-        tapes = [(self._plain_ops, tape.descriptions), (self._recurrent_ops, carrying)]
-        tapes += [(self._ranged_ops, tape.descriptions)] if tape.ranged_kernels else []
+                ranged[index, 0] = kernel.address
+        self._recurrent_ops = placed(np.ascontiguousarray(plain[tape.recurrent_kernels]))
+        tapes = [(self._recurrent_ops, [tape.descriptions[index] for index in tape.recurrent_kernels])]
+        self._entries: dict[tuple[bool, bool], Entries] = {}
+        every, without = range(len(plain)), [index for index in range(len(plain)) if index not in tape.typed_kernels]
+        # The stages of a program on several devices are run one by one, with all of their ops.
+        are_left_out = len(without) < len(plain) and len(tape.stage_starts) == 1
+        for is_ranged, ops in ((False, plain), *(((True, ranged),) if tape.ranged_kernels else ())):
+            for is_typed, kept in ((True, every), *(((False, without),) if are_left_out else ())):
+                taken = ops if is_typed else placed(np.ascontiguousarray(ops[kept]))
+                parts = stretches([tape.operations[index] for index in kept])
+                self._entries[is_ranged, is_typed] = Entries(taken, address(taken), len(taken), parts)
+                tapes.append((taken, [tape.descriptions[index] for index in kept]))
+            self._entries.setdefault((is_ranged, False), self._entries[is_ranged, True])
+        for is_typed in (False, True):
+            self._entries.setdefault((True, is_typed), self._entries[False, is_typed])
+        self._has_kinds = len(tapes) > 2
+        self._ops, self._running = plain, self._entries[False, False]
         for entries, descriptions in tapes:
             REPORTS.add_tape(entries, descriptions)
         self._forget = weakref.finalize(self, _strike_out, tuple(address(entries) for entries, _ in tapes))
@@ -310,7 +335,7 @@ class CpuProgram:
         Raises RequestError or ContextLengthError for a batch that it cannot hold.
         """
         self.begin(batch)
-        self._run_part(0, self._num_ops, 1.0)
+        self._run_part(0, self._running.num_ops, 1.0)
         return self._result(batch)
 
     def begin(self, batch: Batch) -> None:
@@ -327,8 +352,10 @@ class CpuProgram:
         if self._limits.num_token_types > 1:
             self._token_types[:rows] = 0 if batch.token_types is None else batch.token_types
         self._output_rows[:outputs] = batch.output_rows
-        if self._limits.takes_ranges:
-            self._set_ranges(batch.segments)
+        is_ranged = self._limits.takes_ranges and self._set_ranges(batch.segments)
+        if self._has_kinds:
+            is_typed = batch.token_types is not None and bool(batch.token_types.any())
+            self._ops, self._running = self._entries[is_ranged, True].ops, self._entries[is_ranged, is_typed]
         row = chunks = 0
         for index, segment in enumerate(batch.segments):
             row = self._set_segment(index, segment, row)
@@ -347,7 +374,8 @@ class CpuProgram:
         """Compute one stage of the batch; see `program.StagedProgram`."""
         first, end = (*self.tape.stage_starts, self._num_ops)[stage : stage + 2]
         if first < end:
-            self._pool.run(self._ops_address + OP_BYTES * first, end - first, self._header_address, self._last_threads)
+            place = self._running.address + OP_BYTES * first
+            self._pool.run(place, end - first, self._header_address, self._last_threads)
 
     def download(self, buffer: Buffer, num_rows: int) -> FloatArray:
         """Rows of a buffer; see `program.StagedProgram`."""
@@ -367,7 +395,7 @@ class CpuProgram:
         if len(batch.token_ids) < least_rows:
             return self.run(batch)
         self.begin(batch)
-        for stretch in self._stretches:
+        for stretch in self._running.stretches:
             if stretch.done_before and should_abort(stretch.done_before):
                 return None
             self._run_part(stretch.first, stretch.num_ops, stretch.share)
@@ -432,7 +460,7 @@ class CpuProgram:
 
     def _run_part(self, first: int, num_ops: int, share: float) -> None:
         """Run ops that are a share of the batch's work, with as many threads as are best by then."""
-        choice, pool, ops_address = self._choice, self._pool, self._ops_address + OP_BYTES * first
+        choice, pool, ops_address = self._choice, self._pool, self._running.address + OP_BYTES * first
         if choice is None or self._unmeasured:
             self._unmeasured -= choice is not None
             pool.run(ops_address, num_ops, self._header_address, self._last_threads)
@@ -484,17 +512,15 @@ class CpuProgram:
             row = end
         return np.maximum(token_ids, 0)
 
-    def _set_ranges(self, segments: Sequence[Segment]) -> None:
-        """Take the ops that read ranges of positions, and write them, where a segment gives some."""
-        is_ranged = any(segment.has_ranges for segment in segments)
-        self._ops = self._ranged_ops if is_ranged else self._plain_ops
-        self._ops_address = address(self._ops)
-        if not is_ranged:
-            return
+    def _set_ranges(self, segments: Sequence[Segment]) -> bool:
+        """Write ranges of positions, where a segment gives some; return whether one does."""
+        if not any(segment.has_ranges for segment in segments):
+            return False
         row = 0
         for segment in segments:
             self._key_ranges[:, row : row + segment.num_rows] = segment.ranges()
             row += segment.num_rows
+        return True
 
     def _set_segment(self, index: int, segment: Segment, row: int) -> int:
         """Write one segment's rows, the first of them `row`; returns the row after its last."""

@@ -29,6 +29,7 @@ class CpuTape:
     angles: cosines and sines by the RoPE table they are of. expert_groups: rows by expert, by the buffer of ids.
     inner_buffers: between kernels of one op, by name.
     ranged_kernels: kernels of batches that say which positions rows see, by the numbers of those whose place they take.
+    typed_kernels: numbers of those that batches of token type 0 leave out.
     recurrent_kernels: numbers of the kernels that carry states.
     quantized_source: rows, buffer and columns that were quantized last, to quantized_place.
     """
@@ -66,6 +67,7 @@ class CpuTape:
         self.descriptions: list[str] = []
         self.calls: list[tuple[NDArray[np.int64], int, Kernel]] = []
         self.ranged_kernels: dict[int, Kernel] = {}
+        self.typed_kernels: set[int] = set()
         self.partial_bytes = 0
         self.recurrent_kernels: list[int] = []
         self.inner_buffers: dict[str, Buffer] = {}

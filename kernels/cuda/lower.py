@@ -107,7 +107,8 @@ _LOOKED_UP: dict[type, str] = {ops.Embed: "token_ids", ops.EmbedPositions: "posi
 
 def _embed(tape: CudaTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     out, table = op.out, op.table
-    scale, adds = (op.scale, False) if isinstance(op, ops.Embed) else (1.0, True)
+    scale = op.scale if isinstance(op, ops.Embed) else 1.0
+    adds = isinstance(op, ops.EmbedPositions) or (isinstance(op, ops.EmbedTypes) and op.adds)
     if adds:
         tape.read(out)
     weight: DeviceWeight = table.packed

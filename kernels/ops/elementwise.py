@@ -38,10 +38,12 @@ class EmbedPositions(Record):
 
 
 class EmbedTypes(Record):
-    """out[r] += table[token type of r]: the text of a pair that a row is of (BERT, arXiv 1810.04805, section 3)."""
+    """out[r] += table[token type of r], or out[r] = it: the text of a pair that a row is of (BERT, arXiv 1810.04805,
+    section 3), or whether an adapter changes the row."""
 
     out: Buffer
     table: EmbeddingTable
+    adds: bool = True
 
 
 class EmbedMedia(Record):

@@ -80,6 +80,8 @@ class OpGraph:
     Of a part of a model this and the next are the model's, as every part gets the same batches."""
     takes_ranges: bool = False
     """True if segments may say which positions their rows see."""
+    typed_ops: frozenset[int] = frozenset()
+    """Numbers of ops that change no result where all rows are of type 0, so that programs may leave them out."""
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ computes them. Text is above this package.
 import sys
 from collections.abc import Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, check_priority, shown
 from localinfer.engine.admission import EngineLimits, TtftStats
-from localinfer.engine.cache.block_hashes import NO_SALT, CacheObserver
+from localinfer.engine.cache.block_hashes import NO_SALT, CacheObserver, salt_of_type
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import KVEviction, forward
 from localinfer.engine.cache.stats import SnapshotStats
@@ -141,19 +141,21 @@ class Engine:
         names_media: bool = False,
         shifts_context: bool = False,
         needs_tokens: bool = False,
+        room: int = 0,
     ) -> NDArray[np.int32]:
         """Return a copy of a prompt, int32[T], proven to be token ids that fit the context, unless it may be shifted.
 
         media: its pictures and sounds in order, whose ids are among the prompt's. names_media: there may be such ids
-        without them, of a text that is looked up and not computed.
+        without them, of a text that is looked up and not computed. room: tokens that are to follow it in the context.
         Raises: TokenIdError naming the first wrong id, or if there has to be one; ContextLengthError with both lengths.
         """
         token_ids = self._check_ids(prompt_ids, lowest=-(1 << 31) if media or names_media else 0)
-        if token_ids.size > self.context_length and not shifts_context:
+        size = token_ids.size + room
+        if size > self.context_length and not shifts_context:
             raise ContextLengthError(
-                f"the prompt has {token_ids.size} tokens, but the context holds {self.context_length}; shorten it, "
+                f"the prompt has {size} tokens, but the context holds {self.context_length}; shorten it, "
                 "load the model with a larger context_length, or allow context_shift",
-                num_tokens=token_ids.size,
+                num_tokens=size,
                 context_length=self.context_length,
             )
         if needs_tokens and not token_ids.size:
@@ -179,6 +181,19 @@ class Engine:
                 f"computed at once, and a batch has {most}; make it smaller (image_max_tokens), or shorten the prompt"
             )
         return placed
+
+    def row_type(self, token_ids: NDArray[np.int32]) -> int:
+        """The token type of a whole prompt's rows: 1 where it has pictures or sounds and an adapter changes such."""
+        return int(bool((token_ids < 0).any()) and self._model.adapts_media)
+
+    def typed(self, hints: CacheHints, token_ids: NDArray[np.int32]) -> CacheHints:
+        """The hints of a whole prompt with its rows' type, which texts of others share nothing with."""
+        row_type = self.row_type(token_ids)
+        return replace(hints, salt=salt_of_type(hints.salt, row_type), row_type=row_type) if row_type else hints
+
+    def text_salt(self, token_ids: NDArray[np.int32], salt: bytes) -> bytes:
+        """The salt under which a whole prompt is cached, whose caller gave this one."""
+        return salt_of_type(salt, self.row_type(token_ids))
 
     def generate(
         self,
@@ -228,19 +243,20 @@ class Engine:
         self.check_generates()
         limit = check_max_tokens(max_tokens)
         token_ids = self.check_prompt(prompt_ids, media=media, shifts_context=context_shift, needs_tokens=True)
-        placed = self.place_media(token_ids, media, cache_hints.salt)
+        hints = self.typed(cache_hints, token_ids)
+        placed = self.place_media(token_ids, media, hints.salt)
         plan = self.plan(sampling) if isinstance(sampling, SamplingParams) else sampling
         stops = frozenset() if ignore_eos else frozenset(stop_token_ids)
         limit = min(limit, (sys.maxsize if context_shift else self.context_length) - token_ids.size)
         prompt_length = token_ids.size - completion_tokens
-        head, placed = shifted(token_ids, placed, prompt_length, cache_hints, self.context_length)
+        head, placed = shifted(token_ids, placed, prompt_length, hints, self.context_length)
         self._cache.check_fits(head.size)
         history = np.empty(token_ids.size + min(limit, HISTORY_ROOM), np.int32)
         history[: token_ids.size] = token_ids
         expected = self._check_ids(prediction, "prediction")
         request = Request(
             plan=plan,
-            hints=cache_hints,
+            hints=hints,
             head=head,
             history=history,
             base=token_ids.size,
@@ -300,7 +316,7 @@ class Engine:
         """
         self._cache.check_fits(tokens.size)
         sequence = self._cache.open()
-        sequence.media = media
+        sequence.media, sequence.row_type = media, self.row_type(tokens)
         try:
             done = 0
             while done < tokens.size:

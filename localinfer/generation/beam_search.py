@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 MAX_BEAMS = 64
 
-_NO_HINTS = CacheHints()
-
 
 class _Live(NamedTuple):
     """A text that may continue, whose last token is not computed yet."""
@@ -70,11 +68,12 @@ def search_beams(
     hint = "1 compares means per token"
     check_number("length_penalty", length_penalty, 0, 10, kind=float, hint=hint)
     prompt = engine.check_prompt(prompt_ids, media=media, needs_tokens=True)
-    placed = engine.place_media(prompt, media)
+    hints = engine.typed(CacheHints(), prompt)
+    placed = engine.place_media(prompt, media, hints.salt)
     most = min(most, engine.context_length - prompt.size)
     if most == 0:
         return []
-    search = _Search(engine, prompt, placed, num_beams, most, length_penalty, frozenset(stop_token_ids))
+    search = _Search(engine, prompt, placed, hints, num_beams, most, length_penalty, frozenset(stop_token_ids))
     try:
         search.run()
     finally:
@@ -101,6 +100,7 @@ class _Search:
     engine: Engine
     prompt: NDArray[np.int32]
     media: PlacedMedia | None
+    hints: CacheHints
     num_beams: int
     most: int
     length_penalty: float
@@ -131,7 +131,7 @@ class _Search:
     def _begin(self) -> list[_Candidate]:
         """Compute what is not cached of the prompt; return its continuations."""
         with self.engine.exclusive_cache() as cache:
-            sequence = cache.admit(self.prompt, _NO_HINTS, media=self.media).sequence
+            sequence = cache.admit(self.prompt, self.hints, media=self.media).sequence
             self.live = [_Live(sequence, (), 0.0)]
         chunk = self.engine.program.max_batch_rows
         while True:
@@ -139,14 +139,14 @@ class _Search:
                 pending = self.prompt[sequence.length :]
                 if pending.size <= chunk:
                     candidates = self._compute([pending], 0)
-                    cache.publish(sequence, self.prompt, _NO_HINTS)
+                    cache.publish(sequence, self.prompt, self.hints)
                     return candidates
                 end = sequence.length + chunk
                 if self.media is not None and (parted := self.media.whole_run_at(end)) is not None:
                     end = parted[0] if parted[0] > sequence.length else parted[1]
                 part = self.prompt[sequence.length : end]
                 forward(self.engine.program.run, (sequence,), (part,), np.empty(0, np.int32))
-                cache.publish(sequence, self.prompt, _NO_HINTS)
+                cache.publish(sequence, self.prompt, self.hints)
 
     def _extend(self) -> list[_Candidate]:
         """Compute the last token of every live beam; return their continuations."""

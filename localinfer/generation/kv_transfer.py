@@ -100,11 +100,11 @@ class KVTransfer:
 
     def store_prompt(self, token_ids: _Ids, cached_tokens: int = 0, salt: bytes = NO_SALT) -> Prefilled:
         """Write what is cached of a prompt at once, in steps between those of the engine; return at its end."""
-        token_ids, salt = self._checked_text(token_ids, salt)
+        checked, own_salt = self._checked_text(token_ids, salt)
         cached_tokens = check_number("cached_tokens", cached_tokens, 0)
         disk = self._shared_disk()
-        disk.write_now(token_ids, salt)
-        wanted = int(token_ids.size) - 1
+        disk.write_now(checked, own_salt)
+        wanted = int(checked.size) - 1
         stored = self.stored_tokens(token_ids, salt)
         problem, failure = None, disk.last_failure if stored < wanted else None
         if stored < wanted:
@@ -145,7 +145,8 @@ class KVTransfer:
         return str(self._shared_disk().folder)
 
     def _checked_text(self, token_ids: _Ids, salt: bytes) -> tuple[TokenIds, bytes]:
-        return self._engine.check_prompt(token_ids, names_media=True, shifts_context=True), check_salt(salt)
+        checked = self._engine.check_prompt(token_ids, names_media=True, shifts_context=True)
+        return checked, self._engine.text_salt(checked, check_salt(salt))
 
     def _shared_disk(self) -> DiskCache:
         if self._disk is None:

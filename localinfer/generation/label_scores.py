@@ -57,13 +57,14 @@ def score_labels(
         finite.
     """
     engine.check_generates()
-    longest = max((len(label) for prompt in prompts for label in prompt.labels), default=0)
+    room = max(0, max((len(label) for prompt in prompts for label in prompt.labels), default=0) - 1)
     for prompt in prompts:
-        ids = engine.check_prompt(prompt.token_ids, media=media, needs_tokens=True)
-        engine.check_prompt(np.concatenate((ids, np.zeros(max(0, longest - 1), np.int32))), media=media)
+        engine.check_prompt(prompt.token_ids, media=media, needs_tokens=True, room=room)
     if not prompts:
         return LabelScores([], 0, 0)
-    scoring = _Scoring(engine, prompts, hints, engine.place_media(prompts[0].token_ids, media, hints.salt))
+    hints = engine.typed(hints, prompts[0].token_ids)
+    placed = engine.place_media(prompts[0].token_ids, media, hints.salt)
+    scoring = _Scoring(engine, prompts, hints, placed)
     try:
         scoring.run()
     finally:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localinfer.engine.cache.block_hashes import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT, salt_of_type
 from localinfer.engine.cache.block_pool import PageNumbers, PagePool
 from localinfer.engine.engine import Engine
 from localinfer.errors import SessionFileError, SessionMismatchError
@@ -63,7 +63,10 @@ def save_session(
     if identity.has_changed:
         raise SessionFileError(_CHANGED)
     with engine.exclusive_cache() as cache:
-        wanted, salt = (cache.last_retired, cache.last_retired_salt) if token_ids is None else (token_ids, salt)
+        if token_ids is None:
+            wanted, salt, row_type = cache.last_retired, cache.last_retired_salt, cache.last_retired_type
+        else:
+            wanted, salt, row_type = token_ids, engine.text_salt(token_ids, salt), engine.row_type(token_ids)
         if wanted is None:
             raise SessionFileError("there is no conversation to save yet; save one after its first answer")
         match = cache.tree.match(wanted, salt)
@@ -97,6 +100,7 @@ def save_session(
             pool.states.slot_bytes,
             positions,
             engine.embeddings.short_runs.named(wanted[:length], salt),
+            row_type,
         )
         write_session(target, content, views)
     finally:
@@ -118,7 +122,8 @@ def load_session(
     """
     with SessionReader(expand_home(path)) as session:
         session.check_fingerprint(_fingerprint(identity).parts)
-        token_ids, form = session.content.token_ids, session.content.form
+        token_ids, form, row_type = session.content.token_ids, session.content.form, session.content.row_type
+        salt = salt_of_type(salt, row_type)
         pool = engine.pool
         if token_ids.size > engine.context_length or int(token_ids.max()) >= engine.vocab_size:
             raise SessionMismatchError(
@@ -152,7 +157,7 @@ def load_session(
                     at: slot for at, slot in zip(session.content.positions, slots, strict=True) if at <= length
                 }
                 cache.tree.insert(token_ids[:length], fresh[:count], held, snapshots=snapshots, salt=salt)
-                cache.last_retired, cache.last_retired_salt = token_ids, salt
+                cache.last_retired, cache.last_retired_salt, cache.last_retired_type = token_ids, salt, row_type
         finally:
             with engine.exclusive_cache():
                 pool.release(fresh, windowed)
@@ -166,20 +171,22 @@ class SessionContent:
     """The description in a session file."""
 
     fingerprint: Mapping[str, str]
-    """Its parts by name."""
+    """Parts of it, by name."""
     token_ids: TokenIds
     """int32[1..]."""
     form: PageFormat
     windowed_bytes: int = 0
-    """Of a sliding-window block."""
+    """Bytes of a sliding-window block."""
     num_windowed: int = 0
-    """Pages at the end that have one."""
+    """Number of pages at the end that have one."""
     state_bytes: int = 0
-    """Of a snapshot of recurrent states."""
+    """Bytes of a snapshot of recurrent states."""
     positions: tuple[int, ...] = ()
-    """Of the snapshots, rising."""
+    """Positions of snapshots, rising."""
     contents: Mapping[int, tuple[bytes, int]] = field(default_factory=dict)
-    """See `ShortRuns.named`."""
+    """Contents of short runs, see `ShortRuns.named`."""
+    row_type: int = 0
+    """Token type of all rows."""
 
     @property
     def num_pages(self) -> int:
@@ -213,6 +220,7 @@ def write_session(path: Path, content: SessionContent, pages: Sequence[memoryvie
         "num_windowed": content.num_windowed,
         "state_bytes": content.state_bytes,
         "positions": list(content.positions),
+        "row_type": content.row_type,
     }
     if content.contents:
         # Versions that do not know these ids use nothing from them on.
@@ -337,6 +345,8 @@ class SessionReader(Closing):
             windowed_bytes, num_windowed = fields["windowed_bytes"], fields["num_windowed"]
             state_bytes, positions = fields["state_bytes"], fields["positions"]
             contents = {int(one): (bytes.fromhex(name), int(row)) for one, name, row in fields.get("contents", ())}
+            # Files of former versions say nothing of it.
+            row_type = fields.get("row_type", 0)
             is_sound = (
                 all(isinstance(value, str) for value in fingerprint.values())
                 and isinstance(token_ids, list)
@@ -344,6 +354,8 @@ class SessionReader(Closing):
                 and all(type(value) is int and -(2**31) <= value < 2**31 for value in token_ids)
                 and all(type(value) is int and 0 <= value < 2**40 for value in (page_tokens, page_bytes, state_bytes))
                 and all(type(value) is int and 0 <= value < 2**40 for value in (windowed_bytes, num_windowed))
+                and type(row_type) is int
+                and 0 <= row_type < 256
                 and isinstance(positions, list)
                 and all(type(value) is int and 0 < value <= len(token_ids) for value in positions)
                 and all(one < other for one, other in zip(positions, positions[1:], strict=False))
@@ -356,7 +368,7 @@ class SessionReader(Closing):
         form = PageFormat(page_tokens, page_bytes)
         ids = np.array(token_ids, np.int32)
         sizes = (windowed_bytes, num_windowed, state_bytes, tuple(positions))
-        return SessionContent(fingerprint, ids, form, *sizes, contents)
+        return SessionContent(fingerprint, ids, form, *sizes, contents, row_type)
 
     def _damaged(self, found: str) -> SessionFileError:
         return SessionFileError(f"{self.path} is damaged: {found}; use another copy, or send the conversation again")

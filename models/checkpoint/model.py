@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
+from localinfer.models.checkpoint.adapter import read_adapter
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
@@ -102,6 +103,8 @@ class CheckpointModel(Closing):
     """Forms in which the folder stores its quantized matrices, and the types they run as."""
     notices: tuple[str, ...]
     """Changes of weights that do not stay as they are, and tensors that are not used."""
+    adapter: str
+    """An adapter that changes some texts, in words; empty without one."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
@@ -117,7 +120,9 @@ class CheckpointModel(Closing):
             parameters = replace(parameters, ties_embeddings=None)
         self._folder = folder
         plan = plan_tensors(parts, parameters, self._are_equal)
-        self._plan = plan.tensors
+        adapter = read_adapter(folder, plan.tensors)
+        self._plan = plan.tensors | ({} if adapter is None else adapter.tensors)
+        self.adapter = "" if adapter is None else adapter.description
         other_parts = ", ".join(f"{part}: {count}" for part, count in part_names(plan.other_parts).items())
         first_drafter = next(iter(plan.drafters), "")
         for names, words, which in (
@@ -134,14 +139,14 @@ class CheckpointModel(Closing):
         self._forms: list[StoredForm] = []
         self._decoded: tuple[str, NDArray[np.uint8]] | None = None
         self._derived = parameters.derived
-        self._made = {**parameters.tensors, **text_modules.tensors}
+        self._made = {**parameters.tensors, **text_modules.tensors, **({} if adapter is None else adapter.made)}
         self.unknown_settings = parameters.unknown_settings
         self.path = folder.path
         self.paths = (*folder.paths, folder.path / "config.json", *text_modules.paths)
         self.num_bytes = folder.num_bytes
         # Not GGUF's, but what the codes mean depends on it, and so does whatever is kept of a model's results.
         quantization = {"checkpoint.quantization": json.dumps(settings, sort_keys=True)} if settings else {}
-        metadata = parameters.metadata | self._per_layer(parameters)
+        metadata = parameters.metadata | self._per_layer(parameters) | ({} if adapter is None else adapter.metadata)
         if text_modules.pooling_type is not None:
             metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
         spelling = folder.json("tokenizer_config.json") or {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
 from localinfer.models.decoder import draft_layers
+from localinfer.models.decoder.adapters import ROW_TYPES, AdaptedBuilder
 from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
@@ -133,8 +134,12 @@ def begin_graph(
     architecture = find_architecture(config)
     if config.latent is not None and not architecture.latent_attention:
         raise refuse(config, "has the settings of latent attention")
-    builder = GraphBuilder(kv_layer_shapes(config) if kv_layers is None else kv_layers)
-    graph = Graph(config, architecture, CheckedWeights(weights, config.architecture), builder)
+    checked = CheckedWeights(weights, config.architecture)
+    layers = kv_layer_shapes(config) if kv_layers is None else kv_layers
+    # Adapters change texts with pictures or sounds.
+    is_adapted = config.takes_media and checked.has(ROW_TYPES)
+    builder = AdaptedBuilder(layers, checked) if is_adapted else GraphBuilder(layers)
+    graph = Graph(config, architecture, checked, builder)
     return graph, RopeTables(graph, context_length or config.context_length)
 
 

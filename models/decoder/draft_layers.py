@@ -104,4 +104,4 @@ def without_unused(graph: OpGraph) -> OpGraph:
             wanted -= written - read_by(op)
         wanted |= read - written | read_by(op)
         kept.append(op)
-    return replace(graph, ops=tuple(reversed(kept)))
+    return replace(graph, ops=tuple(reversed(kept)), typed_ops=frozenset())

@@ -62,7 +62,9 @@ def read_by(op: Op) -> set[int]:
 
 def is_whole(op: Op) -> bool:
     """Return whether an op writes all of its output, so that what was there before is not needed for it."""
-    return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedTypes | ops.EmbedMedia)
+    if isinstance(op, ops.EmbedTypes):
+        return not op.adds
+    return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedMedia)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ def _graph_of(graph: OpGraph, stages: Sequence[_Stage], kv_layers: Sequence[KVLa
     output = graph.output
     if output.index not in used:
         output = graph.buffers[min(used)]
-    return replace(graph, kv_layers=tuple(kv_layers), buffers=buffers, ops=tuple(ops), output=output)
+    return replace(
+        graph, kv_layers=tuple(kv_layers), buffers=buffers, ops=tuple(ops), output=output, typed_ops=frozenset()
+    )
 
 
 def _buffers(graph: OpGraph, indices: set[int]) -> tuple[Buffer, ...]:

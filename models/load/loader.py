@@ -29,6 +29,7 @@ from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.checks import Finding
 from localinfer.models.checks.quick import check_kind, check_loaded
+from localinfer.models.decoder.adapters import has_adapter
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT, Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.config import ModelConfig
@@ -156,6 +157,11 @@ class Model:
     def has_dense(self) -> bool:
         """True if matrices follow the pooling of an embedding model."""
         return "dense_2.weight" in self.file.tensors
+
+    @property
+    def adapts_media(self) -> bool:
+        """True if an adapter changes texts with pictures or sounds."""
+        return self.config.takes_media and has_adapter(self.file.tensors)
 
     @property
     def capabilities(self) -> tuple[str, ...]:

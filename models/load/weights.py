@@ -37,6 +37,7 @@ from localinfer.kernels.layouts import (
     tile_bytes,
 )
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph
+from localinfer.models.decoder.adapters import is_of_adapter
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.dequantize import dequantize
@@ -336,6 +337,8 @@ def _is_of_blocks(name: str, config: ModelConfig) -> bool:
     """True if a tensor belongs to the main layers and changes their results."""
     found = _BLOCK_TENSOR.fullmatch(name)
     if found is None or int(found[1]) >= config.num_main_layers or _NEEDLESS_TENSORS.fullmatch(found[2]):
+        return False
+    if is_of_adapter(name) and not config.takes_media:
         return False
     # Layers that attend to the keys and values of others may have their own nevertheless.
     is_shared = int(found[1]) >= config.num_layers - config.num_shared_layers

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localinfer.errors import UnsupportedFormatError
+from localinfer.models.checkpoint.adapter import ADAPTED_TYPES, ADAPTER_CONFIG, ADAPTER_FILE
 from localinfer.models.checkpoint.changes import Change, Moved
 from localinfer.models.media.folder_processors import (
     PictureProcessor,
@@ -32,8 +33,6 @@ from localinfer.models.media.tower_file import TowerFile, TowerNames
 from localinfer.quant.checkpoint.folder import CheckpointFolder
 from localinfer.types import FloatArray
 
-_ADAPTED = ("granite_speech", "granite_speech_plus")
-"""Types whose class has an adapter beside the text model unless config.json says otherwise."""
 WHOLE_PROMPTS = ("paligemma",)
 """Types in which all of a prompt with pictures sees itself in both directions."""
 
@@ -76,12 +75,11 @@ def media_families(
             f"config.json: model_type is {settings.model_type!r:.60}, whose pictures and sounds this version does not "
             "read from folders; its text runs. Use a GGUF file and its mmproj file, or a model of another family."
         )
-    if settings.model_type in _ADAPTED and (
-        settings.config.boolean("has_lora_adapter", True) or folder.json("adapter_config.json") is not None
-    ):
+    says_adapter = settings.model_type in ADAPTED_TYPES and settings.config.boolean("has_lora_adapter", True)
+    if says_adapter and folder.json(ADAPTER_CONFIG) is None:
         raise UnsupportedFormatError(
             "config.json: has_lora_adapter says that an adapter (LoRA) changes the text model where there is sound, "
-            "which this version does not do; its text runs. Choose a model of the family without an adapter."
+            f"and the folder has no {ADAPTER_CONFIG}; its text runs. Download the folder again, with {ADAPTER_FILE}."
         )
     return found
 

@@ -201,10 +201,21 @@ class CheckpointFolder(MappedFiles):
         self.path = path
         self.config = config
         self.tensors = tensors
+        self._beside: dict[str, StoredTensor] = {}
+
+    def open_beside(self, name: str) -> dict[str, StoredTensor]:
+        """Open one more safetensors file; its tensors, which are read by name too, are not among `tensors`.
+
+        Raises: CorruptFileError, UnsupportedFormatError.
+        """
+        file = MappedFile(self.path / name)
+        super().__init__((*self.files, file))
+        self._beside = read_header(file, len(self.files) - 1)
+        return self._beside
 
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor's record. Raises: CorruptFileError if the checkpoint lacks it."""
-        found = self.tensors.get(name)
+        found = self.tensors.get(name) or self._beside.get(name)
         if found is None:
             raise CorruptFileError(
                 f"{self.path.name} has no tensor {name!r} among its {len(self.tensors)}; wanted a complete checkpoint. "

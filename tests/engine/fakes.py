@@ -216,6 +216,7 @@ class FakeModel:
     tokenizer: ByteTokenizer | None = field(default_factory=ByteTokenizer)
     chat_template: object = None
     times_closed: int = 0
+    adapts_media: bool = False
 
     def close(self) -> None:
         self.times_closed += 1

@@ -191,7 +191,8 @@ def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
 @_formula(ops.EmbedTypes)
 def _embed_types(run: _Run, op: ops.EmbedTypes) -> None:
     types = np.zeros(len(run.positions), np.int32) if run.batch.token_types is None else run.batch.token_types
-    run[op.out] = run[op.out] + op.table.packed[types]
+    found = op.table.packed[types]
+    run[op.out] = run[op.out] + found if op.adds else found
 
 
 @_formula(ops.RmsNorm)

@@ -42,8 +42,7 @@ def lower_to_cpu(
     is_kept = graph.kv_layers == tuple(kv_layout.layers) and graph.states in ((), tuple(kv_layout.states))
     assert is_kept, "a graph reads and writes the cache that it was written for"
     tape = CpuTape(graph, pool, kv_layout, max_batch_rows, min(max_output_rows, max_batch_rows), max_summed_tokens)
-    for op in graph.ops:
-        LOWER[type(op)](tape, op)
+    _lower(tape, graph)
     kernels = _kernels_of(tape)
     compile_ahead(kernels, progress)
     link(kernels, progress)
@@ -55,9 +54,18 @@ def lower_to_cpu(
 def kernels_of_graph(graph: OpGraph, pool: ThreadPool, kv_layout: KVLayout, max_summed_tokens: int = 0) -> list[Kernel]:
     """The kernels of the program that `lower_to_cpu` makes of a graph, for batches of any size."""
     tape = CpuTape(graph, pool, kv_layout, 1, 1, max_summed_tokens)
-    for op in graph.ops:
-        LOWER[type(op)](tape, op)
+    _lower(tape, graph)
     return _kernels_of(tape)
+
+
+def _lower(tape: CpuTape, graph: OpGraph) -> None:
+    for number, op in enumerate(graph.ops):
+        first, quantized = len(tape.kernels), tape.quantized_source
+        LOWER[type(op)](tape, op)
+        if number in graph.typed_ops:
+            tape.typed_kernels.update(range(first, len(tape.kernels)))
+            # What these have quantized is not there where they are left out.
+            tape.quantized_source = quantized if tape.quantized_source == quantized else None
 
 
 def _kernels_of(tape: CpuTape) -> list[Kernel]:

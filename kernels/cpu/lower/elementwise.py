@@ -18,7 +18,8 @@ _LOOKED_UP: dict[type, str] = {ops.Embed: "token_ids", ops.EmbedPositions: "posi
 
 def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -> None:
     out, table = op.out, op.table
-    scale, adds = (op.scale, False) if isinstance(op, ops.Embed) else (1.0, True)
+    scale = op.scale if isinstance(op, ops.Embed) else 1.0
+    adds = isinstance(op, ops.EmbedPositions) or (isinstance(op, ops.EmbedTypes) and op.adds)
     rows = tape.memory.placed_table(table.packed)
     check(rows.num_columns == table.width, f"{table.name} is {table.width} wide, and stored {rows.num_columns} wide")
     check(rows.layout in GGUF_LAYOUTS, f"{table.name} is in {rows.layout.name}, which embeddings are not")
@@ -28,7 +29,7 @@ def _embed(tape: CpuTape, op: ops.Embed | ops.EmbedPositions | ops.EmbedTypes) -
         rows.data.size == table.num_rows * row_bytes and rows.num_columns % sizes.unit == 0,
         f"{table.name} holds {rows.data.size} bytes; {table.num_rows} rows need {table.num_rows * row_bytes}",
     )
-    tape.memory.keep_table(rows, is_small=adds)
+    tape.memory.keep_table(rows, is_small=not isinstance(op, ops.Embed))
     words = parameters.EMBED.pack(
         **tape.addresses_of(out=out), table=rows.data.ctypes.data, row_bytes=row_bytes,
         columns=rows.num_columns, scale=scale, indices=parameters.BATCH.offset(_LOOKED_UP[type(op)]), adds=adds,

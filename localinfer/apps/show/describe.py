@@ -94,6 +94,8 @@ class FileDescription:
     """Sampling options that the file recommends."""
     encoders: dict[str, Any] | None = None
     """File of the encoders beside a model, and what it reads by them; of a file of encoders itself, what it is for."""
+    adapter: str = ""
+    """An adapter that changes some texts, in words; empty without one."""
 
 
 def describe_file(path: str, *, ops: bool = False) -> FileDescription:
@@ -139,6 +141,7 @@ def describe_file(path: str, *, ops: bool = False) -> FileDescription:
             program=_program(file) if ops else None,
             sampling=file_sampling(metadata, name=file.path.name),
             encoders=encoders,
+            adapter=getattr(file, "adapter", ""),
         )
 
 
@@ -316,6 +319,8 @@ def _summary_lines(description: FileDescription) -> Iterator[str]:
             rows["reads"] = f"text, {reads}"
         else:
             rows["reads"] = f"{reads}, for a model that it is given to as --mmproj"
+    if description.adapter:
+        rows["adapter"] = description.adapter
     if description.sampling:
         rows["sampling"] = ", ".join(f"{name} {value:g}" for name, value in description.sampling.items())
     if description.unknown_settings:

@@ -38,6 +38,7 @@ NO_SALT = b""
 SALT_BYTES = (0, 32)
 """Sizes of NO_SALT, and of any other."""
 _SALT_DOMAIN = b"localinfer cache salt\0"
+_TYPE_DOMAIN = b"localinfer row type\0"
 
 
 def salt_of(name: str | None) -> bytes:
@@ -51,6 +52,11 @@ def salt_of(name: str | None) -> bytes:
         reason = f"cache_salt is {name!r:.80}; give a text that is not empty, or leave it out"
         raise RequestError(reason, field="cache_salt")
     return hashlib.sha256(_SALT_DOMAIN + name.encode("utf-8", "surrogatepass")).digest()
+
+
+def salt_of_type(salt: bytes, row_type: int) -> bytes:
+    """The salt of texts whose rows are of a type: those of type 0 have their own, others share nothing with these."""
+    return hashlib.sha256(_TYPE_DOMAIN + bytes([row_type]) + salt).digest() if row_type else salt
 
 
 def check_salt(salt: bytes) -> bytes:

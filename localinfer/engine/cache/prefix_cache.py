@@ -43,6 +43,8 @@ class CacheHints:
     """int32, ids of the chat so far; where the prompt parts from them, its chat template is the cause."""
     salt: bytes = NO_SALT
     """Only texts of the same salt share anything."""
+    row_type: int = 0
+    """Token type of all rows, which the salt tells from others: 1 where an adapter changes the text."""
     is_handed_over: bool = False
     """Another process continues at the end of the prompt."""
 
@@ -75,9 +77,9 @@ class PrefixCache:
     """Pages, tree and tier of one model. One thread at a time, under the step lock.
 
     `last_retired` is the text that ended last, as token ids, whether or not it is still cached, and
-    `last_retired_salt` its salt. batch_tokens: the most that one batch adds to a sequence. window: bounds what each
-    sequence holds; what is computed after it has dropped pages is an approximation, and never enters the tree. settle:
-    of the program, for a model with recurrent layers.
+    `last_retired_salt` its salt, `last_retired_type` its rows' type. batch_tokens: the most that one batch adds to a
+    sequence. window: bounds what each sequence holds; what is computed after it has dropped pages is an approximation,
+    and never enters the tree. settle: of the program, for a model with recurrent layers.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class PrefixCache:
         self.tree = PrefixTree(self.pool, policy)
         self.counters = CacheCounters()
         self.last_retired: TokenIds | None = None
-        self.last_retired_salt = NO_SALT
+        self.last_retired_salt, self.last_retired_type = NO_SALT, 0
         self._context_length = context_length
         self._batch_tokens = batch_tokens
         self.window = window
@@ -231,7 +233,7 @@ class PrefixCache:
             refusal = self._tier.restore(prefix, match.usable, hints.salt)
             match = self.match(token_ids, hints.salt, media)
         sequence = self.open()
-        sequence.media = media
+        sequence.media, sequence.row_type = media, hints.row_type
         # Others are likely to continue from where texts part, and where a prompt, or its shared prefix, ends.
         system = min(hints.system_tokens, token_ids.size)
         sequence.pin_window(match.length, token_ids.size, system)
@@ -314,6 +316,7 @@ class PrefixCache:
                 self._insert(sequence, known[: _findable(sequence)], hints)
             if known.size:
                 self.last_retired, self.last_retired_salt = known, hints.salt
+                self.last_retired_type = hints.row_type
         finally:
             sequence.close()
         if known.size and self._tier is not None:

@@ -104,7 +104,7 @@ class SequenceCache:
     an approximation of what the model says to the whole text. keeps_unseen: nothing is freed and every rollback is
     possible, as measuring needs it. policy: which snapshots are taken, once `want_snapshots` was called. num_turns: how
     often the text that it continues was continued. has_shared_prefix: whether another text has its system prefix.
-    media: the pictures and sounds of its text, computed or not; None if it has none.
+    media: the pictures and sounds of its text, computed or not; None if it has none. row_type: token type of its rows.
 
     For models with draft layers it carries the hidden states of the last position, which only decide how well is
     drafted. They are unknown where it resumes from a cached prefix, and after a rollback that `carry` does not follow:
@@ -127,6 +127,7 @@ class SequenceCache:
         self.num_turns = 0
         self.has_shared_prefix = False
         self.media: PlacedMedia | None = None
+        self.row_type = 0
         self.pages: PageNumbers = _NO_PAGES
         self.windowed: BoolArray = np.zeros(0, np.bool_)
         self.page_addresses: NDArray[np.int64] = _NO_PAGES
@@ -442,7 +443,7 @@ class SequenceCache:
         num_pages = self._pool.num_pages_for(held)
         twin._hold(self.pages[:num_pages].copy(), held, self.windowed[:num_pages].copy(), BEGINNING)
         twin._state.fork_from(self._state)
-        twin._pinned, twin.media = self._pinned, self.media
+        twin._pinned, twin.media, twin.row_type = self._pinned, self.media, self.row_type
         twin.length, twin._dropped, twin._last_drop = self.length, self._dropped, self._last_drop
         twin._attention_sums[:] = self._attention_sums
         if self._carried is not None and twin._carried is not None:
@@ -515,12 +516,13 @@ def forward(
     int32[n], one array per sequence. output_rows: int32, rows of the batch whose results are wanted. num_droppable: per
     sequence, how many of its last rows may be dropped by `truncate` afterwards, such as a draft's; None for none.
     tokens_before: per sequence the token at its last position, if there is room for a row more in the batch; see
-    `SequenceCache.repeat_last`. token_types: of all rows, for models that have some and repeat none.
+    `SequenceCache.repeat_last`. token_types: of all rows, for models that have some and repeat none; None for those of
+    the sequences.
     Returns: what `run` does, valid until its next call. Raises: as `SequenceCache.reserve` and `run`.
     """
     segments: list[Segment] = []
     repeated: list[int] = []
-    num_rows, given = 0, list(token_ids)
+    num_rows, given, is_typed = 0, list(token_ids), False
     for index, (sequence, ids) in enumerate(zip(sequences, token_ids, strict=True)):
         droppable = 0 if num_droppable is None else num_droppable[index]
         sequence.reserve(sequence.length + ids.size, droppable)
@@ -530,10 +532,14 @@ def forward(
             given[index] = np.concatenate((np.array([before], np.int32), ids))
             repeated.append(num_rows)
         num_rows += ids.size
+        is_typed |= sequence.row_type > 0
         segments.append(sequence.segment(ids.size, droppable, repeats_last=repeats_last))
     if repeated:
         # Each row has those before it that are computed once more.
         output_rows = output_rows + np.searchsorted(repeated, output_rows, "right").astype(np.int32)
+    if is_typed:
+        types = [sequence.row_type for sequence in sequences]
+        token_types = np.repeat(np.array(types, np.int32), [segment.num_rows for segment in segments])
     joined = given[0] if len(given) == 1 else np.concatenate(given)
     results = run(Batch(joined, segments, output_rows, token_types))
     if results is not None:
