@@ -38,7 +38,15 @@ if TYPE_CHECKING:
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
-    from localinfer.generation.stream import Completion, Stats, StreamEvent, TextStream, ToolCall, ToolCallDelta
+    from localinfer.generation.stream import (
+        CompactionStats,
+        Completion,
+        Stats,
+        StreamEvent,
+        TextStream,
+        ToolCall,
+        ToolCallDelta,
+    )
     from localinfer.llm import LLM, Prompt
     from localinfer.loading.availability import Availability, availability
     from localinfer.loading.load import aload, load, load_tokenizer
@@ -73,6 +81,7 @@ __all__ = [
     "ChatOptions",
     "Choice",
     "ChoiceAnswer",
+    "CompactionStats",
     "Completion",
     "Constraint",
     "DecisionOptions",
@@ -131,6 +140,7 @@ _MODULE_OF = {
     "ChatOptions": "localinfer.generation.options",
     "Choice": "localinfer.generation.questions",
     "ChoiceAnswer": "localinfer.generation.questions",
+    "CompactionStats": "localinfer.generation.stream",
     "Completion": "localinfer.generation.stream",
     "Constraint": "localinfer.generation.options",
     "DecisionOptions": "localinfer.generation.questions",

@@ -172,6 +172,15 @@ class ServerOptions:
         group="limits",
     )
     """Seconds in which a first token is wanted; requests for which a later one is predicted are refused."""
+    compacts_chats: bool = _option(
+        False,
+        "--compact",
+        None,
+        "Let a model sum up the older messages of a chat that fills the context, and answer from its summary.",
+        bool,
+        in_config=False,
+    )
+    """Chats that take more than four fifths of the context are compacted."""
     port: int = _option(8080, "--port", "N", "TCP port; 0: any free one.", int, least=0, most=65535, in_config=False)
     """0: one that the system chooses."""
     num_slots: int = _option(

@@ -61,6 +61,29 @@ class ReplyDelta(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
+@dataclass(frozen=True)
+class CompactionStats:
+    """Figures of the summaries that stand for the beginning of a chat's conversation."""
+
+    messages: int
+    """Number of messages that the latest stands for."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that asked for those written for this reply; 0 if there was one before."""
+    cached_tokens: int = 0
+    """Tokens of these prompts whose keys and values were cached."""
+    completion_tokens: int = 0
+    """Tokens of the summaries written for this reply."""
+
+    def after(self, former: CompactionStats) -> CompactionStats:
+        """These figures with those of summaries that were written for the same reply before."""
+        return CompactionStats(
+            self.messages,
+            self.prompt_tokens + former.prompt_tokens,
+            self.cached_tokens + former.cached_tokens,
+            self.completion_tokens + former.completion_tokens,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """Figures of a generation."""
@@ -106,6 +129,8 @@ class Stats:
     notices: tuple[str, ...] = ()
     """Deviations from the options, in words: a drafter that failed and was switched off, memory that ended before the
     text did."""
+    compaction: CompactionStats | None = None
+    """Figures of the summary from which the conversation continues, where it was compacted."""
 
 
 class StreamEvent(NamedTuple):
@@ -218,6 +243,10 @@ class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):
         It counts as computed for this stream, not as cached.
         """
         self._generation.note_prefilled(num_tokens, seconds)
+
+    def note_compaction(self, stats: CompactionStats) -> None:
+        """Note that the prompt continues from a summary, for `stats`."""
+        self._generation.compaction = stats
 
     def resume(self, text: ResumedText) -> None:
         """Resume this text from the progress of another process, whose tokens come first; before any event is asked

@@ -21,6 +21,7 @@ from localinfer.engine.sampling.sampler import TokenMask
 from localinfer.errors import RequestError
 from localinfer.generation.options import CheckedOptions
 from localinfer.generation.stream import (
+    CompactionStats,
     Completion,
     CompletionEnd,
     ReplyDelta,
@@ -74,7 +75,7 @@ class TextGeneration(Iterator[StreamEvent]):
     Wrong requests raise when it is made. template_stops: stop texts of the chat template. chats: where a chat and its
     reply are kept at the end. through: what the events go through before they are read.
     prompt_ids: of the whole prompt, int32. has_ended: whether nothing comes any more, and `completion` is final.
-    is_cancelled: by `cancel` or `close`, though it may have ended by itself before.
+    is_cancelled: by `cancel` or `close`, though it may have ended by itself before. compaction: of `Stats`.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class TextGeneration(Iterator[StreamEvent]):
         self._chats = chats
         self.has_ended = threading.Event()
         self.is_cancelled = False
+        self.compaction: CompactionStats | None = None
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._reasonings: list[str] = []
@@ -228,6 +230,7 @@ class TextGeneration(Iterator[StreamEvent]):
             stop_text=self._stop_text,
             waited_seconds=record.waited_seconds,
             state_snapshots=record.state_snapshots,
+            compaction=self.compaction,
             notices=(
                 *self._notices,
                 *record.notices,

@@ -115,11 +115,14 @@ class SavedConversation:
         if self.system:
             parts += ["## System", self.system]
         for turn in self.turns:
-            parts.append(f"## {_ROLES.get(turn['role'], turn['role'])}")
+            parts.append(f"## {'Summary' if turn.get('is_summary') else _ROLES.get(turn['role'], turn['role'])}")
+            if turn.get("is_summary"):
+                parts.append("*(The conversation continues from the summary that follows.)*")
             if turn.get("reasoning"):
                 lines = ["**Reasoning**", "", *turn["reasoning"].strip().splitlines()]
                 parts.append("\n".join(f"> {line}".rstrip() for line in lines))
-            parts.append(turn_text(turn).strip("\n"))
+            if turn.get("continues") or not turn.get("is_summary"):
+                parts.append(turn_text(turn).strip("\n"))
             if turn.get("tool_calls"):
                 parts.append(f"```json\n{json.dumps(turn['tool_calls'], ensure_ascii=False, indent=1)}\n```")
             if turn.get("finish_reason") in _ENDS:

@@ -32,8 +32,8 @@ DEFAULT_EXPIRY_SECONDS = 30 * 86400.0
 _LONGEST_FLUSH_SECONDS = 3.0
 _SWEEP_SECONDS = 3600.0
 """Time between two searches for files that have expired."""
-_NAMES = r"(?:resp|conv)_[0-9a-f]{24}\.(?:json|events)"
-"""Of the files of responses and conversations."""
+_NAMES = r"(?:resp|conv|cmp)_[0-9a-f]{24}\.(?:json|events)"
+"""Of the files of responses, conversations, and summaries of the chats that were compacted."""
 
 
 def responses_folder(parent: str | os.PathLike[str] | None) -> Path | None:
@@ -74,7 +74,7 @@ class ResponseStoreOptions:
 
 
 class ResponseStore(Closing):
-    """Contents by the names of their files, `resp_` or `conv_` and an id. Thread-safe; any number of processes.
+    """Contents by the names of their files, `resp_`, `conv_` or `cmp_` and an id. Thread-safe; any number of processes.
 
     The folder is made if it is missing, and refused, with a warning, if others could write it.
     """
@@ -102,7 +102,7 @@ class ResponseStore(Closing):
 
     def put(self, name: str, content: bytes) -> None:
         """Keep a content instead of a former one; returns before it is written."""
-        assert re.fullmatch(_NAMES, name), "the name of a response or a conversation"
+        assert re.fullmatch(_NAMES, name), "the name of a response, a conversation or a summary"
         if not self.keeps:
             return
         if self._writer is not None:

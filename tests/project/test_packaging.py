@@ -186,7 +186,7 @@ def test_core_install_needs_no_torch():
 
 def test_public_names_are_the_documented_ones():
     assert set(localinfer.__all__) == {
-        *("LLM", "Completion", "load", "load_tokenizer", "errors"),
+        *("LLM", "CompactionStats", "Completion", "load", "load_tokenizer", "errors"),
         *("JsonObject", "JsonSchema", "Regex", "Grammar", "StructuralTag"),
         *("RopeOptions", "EngineLimits", "ProgressCallback", "GenerationOptions", "ChatOptions", "ReplyOptions"),
         *("Prompt", "Constraint", "ToolChoice", "Tokenizer", "availability", "Availability", "ModelInfo"),

@@ -27,6 +27,7 @@ from localinfer.apps.cli.sessions import complete_name
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.chat.media_parts import read_media_part
 from localinfer.generation.chat.messages import Content, checked_content
+from localinfer.generation.compaction import COMPACT_AT
 from localinfer.generation.options import Constraint
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
@@ -227,6 +228,8 @@ def answer_once(
             "by `localinfer chat --continue`"
         )
     conversation.on_messages_dropped = _tell_dropped
+    conversation.on_compaction = _tell_compaction
+    conversation.compact_at = None if saved is None else COMPACT_AT
     try:
         _print_answer(conversation, message.content, shows_reasoning=show_reasoning)
     except ContextLengthError:
@@ -240,6 +243,13 @@ def answer_once(
 
 def _tell_dropped(num_messages: int) -> None:
     click.echo(f"the context is full: the {num_messages} oldest messages are left out", err=True)
+
+
+def _tell_compaction(before: int, after: int | None) -> None:
+    if after is not None:
+        click.echo(
+            f"the conversation was summed up, as it filled the context: {before} tokens became {after}", err=True
+        )
 
 
 def _print_answer(conversation: "Conversation", content: Content, *, shows_reasoning: bool) -> None:

@@ -539,6 +539,7 @@ agent_options = options_group_of(
         "Give models lines of system messages that vary, such as the date, behind the rest, which stays cached. "
         "Replies differ.",
     ),
+    server_option("compacts_chats"),
 )
 
 

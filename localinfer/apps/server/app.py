@@ -22,6 +22,7 @@ from starlette.middleware import Middleware
 
 from localinfer.apps.server.api.responses import BackgroundResponses, ResponseMemory
 from localinfer.apps.server.operation.observation import Metrics, ObservingMiddleware, log_request
+from localinfer.apps.server.replies.compacted_chats import CompactedHeads
 from localinfer.apps.server.replies.service import NO_OBSERVABILITY, Observability, PlainPaths, Service, unrouted
 from localinfer.apps.server.router.models import ModelRegistry
 from localinfer.apps.server.routes import server_routes
@@ -91,6 +92,7 @@ def make_app(service: Service, operation: Observability = NO_OBSERVABILITY) -> S
     )
     app.state.service = service
     app.state.responses, app.state.background = memory, background
+    app.state.compacted = CompactedHeads(memory.store)
     kept = service.settings.kept_responses
     # Its key is made by the first conversation that is compacted.
     app.state.sealer = cache(partial(TextSealer.kept_in, kept.folder if memory.keeps else None))

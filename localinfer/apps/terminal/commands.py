@@ -78,6 +78,7 @@ class Chat:
         saving = SessionCommands(self, store)
         conversation.on_reasoning = self.reply_output.write_reasoning
         conversation.on_messages_dropped = self._context.report_dropped
+        conversation.on_compaction = self._context.report_compaction
         conversation.on_save_error = saving.report_failure
         commands = (
             Command("/help", "list the commands and keys", self._help, "[COMMAND]", self._complete_help),

@@ -2,10 +2,11 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from localinfer.errors import RequestError, SessionFileError, TemplateError
+from localinfer.errors import ContextLengthError, RequestError, SessionFileError, TemplateError
 from localinfer.generation.chat.messages import (
     Content,
     Turn,
@@ -15,20 +16,22 @@ from localinfer.generation.chat.messages import (
     reply_turn,
     result_turn,
 )
+from localinfer.generation.compaction import (
+    COMPACT_AT,
+    CompactedTurns,
+    PromptMeter,
+    SummaryPlan,
+    compaction_steps,
+    last_summary,
+    read_turns_of,
+    summary_streams,
+)
 
 if TYPE_CHECKING:
     from localinfer.generation.stream import Stats, StreamEvent, TextStream, ToolCall
     from localinfer.llm import LLM
     from localinfer.storage.conversations import SavedConversation
-
-SUMMARY_REQUEST = (
-    "Summarise our conversation so far, so that it can go on from your summary alone: what was asked, found and "
-    "decided, with all names and numbers, and what is still open. Answer with the summary only."
-)
-"""The request for a summary."""
-
-SUMMARY_TURN: Turn = {"role": "user", "content": "Summarise our conversation so far.", "is_summary": True}
-"""Stands before a summary instead of the request, marked by `is_summary`; the model reads from the last of them on."""
+    from localinfer.types import TokenIds
 
 _FOR_THE_MODEL = ("role", "content", "tool_calls", "tool_call_id", "name")
 
@@ -38,10 +41,9 @@ def message_of(turn: Turn) -> dict[str, Any]:
     return {name: turn[name] for name in _FOR_THE_MODEL if name in turn}
 
 
-def summary_start(turns: Sequence[Turn]) -> int:
-    """Index of the last summary, 0 where there is none."""
-    places = [place for place, turn in enumerate(turns) if turn.get("is_summary")]
-    return places[-1] if places else 0
+def sent_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The part of turns that the model reads, the system message among them."""
+    return [message_of(turn) for turn in read_turns_of(turns)]
 
 
 _REPLY_TOKENS = 1024
@@ -85,20 +87,14 @@ class ContextWindow:
         starts = exchange_starts(turns, first)
         return self._within_half(turns, starts[1:]) if len(starts) > 1 else first
 
-    def summarised(self, turns: Sequence[Turn], first: int) -> tuple[int, int]:
-        """The turns to sum up, from a first to an end: all but the last exchange, if that takes little of the context.
+    def meter(self) -> PromptMeter:
+        """Measures the prompts of turns, the system message among them."""
 
-        The first is later than `first` where all do not fit beside the request and its answer.
-        """
-        starts = exchange_starts(turns, first)
-        end = len(turns)
-        if len(starts) > 1 and self.count(turns[starts[-1] :]) <= self.llm.context_length // 4:
-            end = starts[-1]
-        room = self.llm.context_length - self.reply_tokens
-        ask: Turn = {"role": "user", "content": SUMMARY_REQUEST}
-        places = [start for start in starts if start < end]
-        found = bisect_left(places, True, key=lambda start: self.count([*turns[start:end], ask]) <= room)
-        return (places[found] if found < len(places) else end), end
+        def encode(turns: Sequence[Turn], is_direct: bool) -> "TokenIds":
+            options = {**self.options, "thinking": False} if is_direct else self.options
+            return self.llm.encode_chat(sent_messages(turns), **options).token_ids  # type: ignore[return-value]
+
+        return PromptMeter(encode, self.llm.context_length)
 
     def _within_half(self, turns: Sequence[Turn], starts: Sequence[int]) -> int:
         half = self.llm.context_length // 2
@@ -115,10 +111,13 @@ class Conversation:
     apply from the next reply on. `on_reasoning` is called with deltas of reasoning, which is no part of what the model
     reads later. `on_stream` is called with each reply's stream before its prompt is computed.
 
-    A conversation that exceeds the context leaves out its oldest exchanges, unless the engine shifts the context
-    (`context_shift` among the sampling options): so many that the rest takes half the context, so that the prompt is
-    recomputed once in many replies only. `on_messages_dropped` is called with their number, before the reply. The turns
-    are kept: only what the model reads begins later.
+    With `compact_at`, a share of the context, a conversation that takes more has its older turns summed up before the
+    reply (`generation/compaction.py`). `on_compaction` is called with the tokens of the prompt before, and again with
+    those before and after; between the two, `on_reasoning` gets the summary as it comes. Where that cannot be, a
+    conversation that exceeds the context leaves out its oldest exchanges: so many that the rest takes half the context,
+    so that the prompt is recomputed once in many replies only. `on_messages_dropped` is called with their number. The
+    turns are kept: only what the model reads begins later. Neither is done where the engine shifts the context
+    (`context_shift` among the sampling options).
 
     saved, save: the conversation as it is kept, and what keeps it, called after each turn. Where it fails,
     `on_save_error` is called, or the error raised without one.
@@ -144,6 +143,8 @@ class Conversation:
         self.thinking_budget: int | None = None
         self.on_reasoning: Callable[[str], None] | None = None
         self.on_messages_dropped: Callable[[int], None] | None = None
+        self.on_compaction: Callable[[int, int | None], None] | None = None
+        self.compact_at: float | None = None
         self.on_stream: Callable[[TextStream], None] | None = None
         self.on_save_error: Callable[[SessionFileError], None] | None = None
         self.saved = saved
@@ -156,6 +157,7 @@ class Conversation:
         self._first = 0
         self._num_replies = 0
         self._used: tuple[tuple[Any, ...], int] | None = None
+        self._before_summary: tuple[list[Turn], list[Turn], int] | None = None
         if saved is not None and saved.turns:
             given = system
             self.restore(saved)
@@ -307,14 +309,14 @@ class Conversation:
         """Go on with a saved conversation, its system message included."""
         self.saved, self.system = saved, saved.system
         self._turns = [dict(turn) for turn in saved.turns]
-        self._first, self._used = summary_start(self._turns), None
+        self._first, self._used = last_summary(self._turns), None
         self.last_stats = None
         self.finish_reason = self._turns[-1].get("finish_reason") if self._turns else None
 
     def switch_model(self, llm: "LLM", name: str) -> None:
         """Let another model answer from here on. The caller closes the former."""
         self._llm, self._used = llm, None
-        self._first = summary_start(self._turns)
+        self._first = last_summary(self._turns)
         if self.saved is not None:
             self.saved = replace(self.saved, model=name)
 
@@ -330,53 +332,79 @@ class Conversation:
         dropped, self._first, self._used = first - self._first, first, None
         return dropped
 
-    def summarise(self) -> Generator[str]:
-        """Have the model sum up all but the last exchange, and let it read its summary from here on.
+    def summarise(self, keep: str = "") -> Generator[str]:
+        """Have the model sum up its older messages, and let it read its summary from here on.
 
-        Yields the summary as it comes. Stopped, or without any text, it changes nothing. Messages that do not fit
-        beside the summary are left out of it, as `on_messages_dropped` reports.
-        Raises: RequestError if there is nothing to sum up; else as `reply`.
+        Yields the summary as it comes. Stopped, or without any text, it changes nothing. keep: what it is to hold above
+        all. Raises: RequestError if there is nothing to sum up; else as `reply`.
         """
-        window = self._window
-        first, end = window.summarised(self._turns, self._first)
-        if first == end:
-            if not self._turns:
-                raise RequestError("there is nothing to sum up yet; send a message first")
-            raise RequestError("the last exchange is too long to be summed up within the context; start anew")
-        if first > self._first and self.on_messages_dropped is not None:
-            self.on_messages_dropped(first - self._first)
-        ask = {"role": "user", "content": SUMMARY_REQUEST}
-        asked = window.messages([*self._turns[first:end], ask])
-        options = {**self._options(), "max_tokens": window.reply_tokens, "thinking": False}
-        # What replies have to be is no form of a summary.
-        for name in ("tools", "thinking_budget", "constraint", "stop"):
-            options.pop(name, None)
-        deltas: list[str] = []
-        reason = None
-        with self._llm.stream_chat(asked, **options) as stream:
+        former = self._turns, self._first
+        yield from self._compact(keep=keep, is_asked=True)
+        if self._turns is not former[0]:
+            self._before_summary = self._turns, *former
+            self._keep()
+
+    def undo_summary(self) -> bool:
+        """Take back a summary that was asked for, if nothing was said since; return whether there was one."""
+        if self._before_summary is None or self._turns is not self._before_summary[0]:
+            return False
+        _, self._turns, self._first = self._before_summary
+        self._used = self._before_summary = None
+        self._keep()
+        return True
+
+    def _compact(self, *, keep: str = "", is_asked: bool = False, continues: bool = False) -> Generator[str]:
+        """Write the summaries that the turns need, and take them among these; yields their text."""
+        window, system = self._window, self._window.messages(())
+        steps = compaction_steps(
+            [*system, *self._turns[self._first :]],
+            window.meter(),
+            self._compaction_limit,
+            keep=keep,
+            is_asked=is_asked,
+            continues=continues,
+        )
+        options = self._options()
+
+        def open_summary(plan: SummaryPlan) -> "TextStream":
+            return self._llm.stream_chat(sent_messages(plan.prompt), **plan.options(options))
+
+        streams = summary_streams(steps, open_summary)
+        while True:
+            try:
+                stream = next(streams)
+            except StopIteration as ended:
+                made: CompactedTurns = ended.value
+                break
             self._begin_stream(stream)
             try:
                 for event in stream:
-                    deltas.append(event.text)
-                    reason = event.finish_reason
                     yield event.text
             finally:
                 self._end_stream(stream)
-        if summary := "".join(deltas).strip():
-            reply = {"role": "assistant", "content": summary, "finish_reason": reason}
-            self._turns = [*self._turns[:end], dict(SUMMARY_TURN), reply, *self._turns[end:]]
-            self._first, self._used = end, None
-            self._keep()
+        if made.plan is not None:
+            self._turns = [*self._turns[: self._first], *made.turns[len(system) :]]
+            self._first, self._used = last_summary(self._turns), None
+
+    @property
+    def _compaction_limit(self) -> float:
+        """Tokens of a prompt from which on it is compacted."""
+        share = COMPACT_AT if self.compact_at is None else self.compact_at
+        return min(share * self.context_length, self.context_length - self.reply_tokens)
 
     def _answer(self, question: list[Turn], fallback: list[Turn], *, begun: Turn | None = None) -> Generator[str]:
         self.finish_reason = None
         former_first, self._used = self._first, None
         if self._first >= len(question):
-            self._first = summary_start(question)
+            self._first = last_summary(question)
         self._turns = question if begun is None else [*question, begun]
         events: list[StreamEvent] = []
+        num_asked = len(question)
         try:
-            self._fit()
+            if self._fit(continues=begun is not None):
+                question = self._turns if begun is None else self._turns[:-1]
+                # What is asked for the first time may fail; its summary stays.
+                fallback = question[:-1] if len(fallback) < num_asked else fallback
             with self._llm.stream_chat(self._sent(begun), **self._options(begun)) as stream:
                 self._begin_stream(stream)
                 try:
@@ -431,15 +459,35 @@ class Conversation:
         self.last_stats = stream.stats
         self._num_replies += 1
 
-    def _fit(self) -> None:
-        """Leave out the oldest exchanges where a reply would not fit."""
+    def _fit(self, *, continues: bool) -> bool:
+        """Sum older turns up where a reply would not fit, or leave the oldest out; return whether they were summed up.
+
+        continues: the last turn is a reply that is continued.
+        """
         if self.sampling.get("context_shift"):
-            return
+            return False
+        former, before = self._turns, self.context_used
+        if self.compact_at is not None and before > self._compaction_limit:
+            with suppress(ContextLengthError, TemplateError):
+                self._tell_compaction(before, continues=continues)
         first = self._window.fitting(self._turns, self._first)
         dropped, self._first = first - self._first, first
         # A message that is too long by itself is refused, and nothing is dropped.
         if dropped and self.on_messages_dropped is not None and self.context_used <= self.context_length:
             self.on_messages_dropped(dropped)
+        return self._turns is not former
+
+    def _tell_compaction(self, before: int, *, continues: bool) -> None:
+        """Compact the turns, and tell of it."""
+        former = self._turns
+        with closing(self._compact(continues=continues)) as summary:
+            for number, delta in enumerate(summary):
+                if number == 0 and self.on_compaction is not None:
+                    self.on_compaction(before, None)
+                if self.on_reasoning is not None:
+                    self.on_reasoning(delta)
+        if self._turns is not former and self.on_compaction is not None:
+            self.on_compaction(before, self.context_used)
 
     def _sent(self, begun: Turn | None) -> list[dict[str, Any]]:
         """The messages to send; of a reply that is continued, its reasoning too."""
@@ -452,7 +500,7 @@ class Conversation:
         """Take over changed turns, and save them."""
         self._turns, self._used = turns, None
         if self._first >= len(turns):
-            self._first = summary_start(turns)
+            self._first = last_summary(turns)
         self._keep()
 
     def _keep(self, *, is_asked: bool = False) -> None:
@@ -477,7 +525,8 @@ class Conversation:
 
     @property
     def _ends_with_summary(self) -> bool:
-        return len(self._turns) > 1 and bool(self._turns[-2].get("is_summary"))
+        marks = self._turns[-2] if len(self._turns) > 1 else {}
+        return bool(marks.get("is_summary")) and not marks.get("continues")
 
     @property
     def _window(self) -> ContextWindow:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 _WARNING_SHARE = 0.8
 """Of what the messages may take, from which on the end is announced."""
 _CHOICES = (
-    "/context summarise has the model sum the older messages up, /context shift leaves them out now, /context new "
-    "starts anew"
+    "/compact has the model sum the older messages up, /context shift leaves them out now, /context new starts anew"
 )
 
 
@@ -49,6 +48,12 @@ class ContextCommands:
                 self._context,
                 "shift|summarise|new",
                 ("shift", "summarise", "new"),
+            ),
+            Command(
+                "/compact",
+                "have the model sum up the older messages, and say what to keep",
+                self._summarise,
+                "[WHAT TO KEEP]",
             ),
             Command("/tokens", "tokens of the conversation, and how many are left", self._tokens),
             Command(
@@ -94,6 +99,20 @@ class ContextCommands:
         """Say that messages are no longer read by the model."""
         self._chat.notice(f"the context is full: the {num_messages} oldest messages are left out from now on")
 
+    def report_compaction(self, before: int, after: int | None) -> None:
+        """Say that the older messages are being summed up, and once they are, what that gave."""
+        if after is None:
+            self._chat.notice(
+                f"the context is filling ({before:,} of {self._chat.conversation.context_length:,} tokens): the model "
+                "sums up the older messages first, and Ctrl-C stops it"
+            )
+            return
+        self._warned = 0
+        self._chat.notice(
+            f"the conversation continues from its summary: {before:,} tokens became {after:,}; the older messages stay "
+            "in the saved conversation"
+        )
+
     def _announce_end(self) -> None:
         """Say once that the context is filling, and once that the next reply may not fit."""
         conversation = self._chat.conversation
@@ -102,6 +121,8 @@ class ContextCommands:
         if level > self._warned:
             begins = "the next reply may not fit" if level == 2 else "the context is filling"
             then = "the oldest messages will be left out"
+            if conversation.compact_at is not None:
+                then = "the model will sum up the older messages"
             if conversation.sampling.get("context_shift"):
                 then = "all but the system prompt and the recent half will be left out"
             self._chat.notice(f"{begins}: {self._usage()}. When it is full, {then}; {_CHOICES}")
@@ -125,24 +146,24 @@ class ContextCommands:
             else:
                 self._chat.notice("there is but one exchange, which stays; /context summarise or /context new")
         elif argument in ("summarise", "summarize"):
-            self._summarise()
+            self._summarise("")
         elif argument:
             self._chat.notice(f"/context is given {argument}; it takes shift, summarise or new")
         else:
             self._chat.notice(f"{self._usage()}. {_CHOICES}")
 
-    def _summarise(self) -> None:
+    def _summarise(self, keep: str) -> None:
         conversation = self._chat.conversation
         before = conversation.context_used
         num_turns = len(conversation.turns)
-        self._chat.print_aside(conversation.summarise())
+        self._chat.print_aside(conversation.summarise(check_text(keep, "what to keep")))
         if len(conversation.turns) == num_turns:
             self._chat.notice("there is no summary, and the conversation is as it was")
         else:
             self._warned = 0
             self._chat.notice(
                 f"the conversation continues from its summary: {before:,} tokens became {conversation.context_used:,}; "
-                "/context shows what is left"
+                "/context shows what is left, and /undo brings the former back"
             )
 
     def _tokens(self, _: str) -> None:
@@ -321,6 +342,9 @@ class EditingCommands:
         self._chat.print_reply(self._chat.conversation.edit(index, check_text(edited, "the message")))
 
     def _undo(self, _: str) -> None:
+        if self._chat.conversation.undo_summary():
+            self._chat.notice("the summary is gone, and the conversation is as it was before")
+            return
         removed = self._chat.conversation.undo()
         if not removed:
             self._chat.notice("there is nothing to undo")

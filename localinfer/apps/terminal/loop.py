@@ -36,6 +36,7 @@ from localinfer.apps.terminal.model_commands import LoadModel
 from localinfer.apps.terminal.reply_output import ReplyOutput
 from localinfer.apps.terminal.status_line import StatusLine
 from localinfer.errors import LocalinferError, RequestError
+from localinfer.generation.compaction import COMPACT_AT
 from localinfer.system import interruption
 from localinfer.system.folders import user_folder
 from localinfer.terminal import dim, has_colour, neutralise_controls
@@ -198,6 +199,7 @@ def run_chat(
     conversation = Conversation(
         llm, system=system, max_tokens=max_tokens, saved=saved, save=None if kept is None else kept.save, **sampling
     )
+    conversation.compact_at = COMPACT_AT
     options: dict[str, Any] = {"shows_stats": stats, "model_name": model_name, "load_model": load_model}
     if not is_terminal:
         _run_lines(Chat(conversation, sys.stdout, sys.stderr, **options))

@@ -616,8 +616,12 @@ def result_turn(call: ToolCall, text: str) -> Turn:
 
 
 def exchange_starts(turns: Turns, first: int = 0) -> list[int]:
-    """The indices of the user messages from `first` on, each of which begins an exchange."""
-    return [place for place in range(first, len(turns)) if turns[place]["role"] == "user"]
+    """The indices of the user messages from `first` on, each of which begins an exchange.
+
+    A summary inside an exchange (`generation/compaction.py`) begins none.
+    """
+    users = (place for place in range(first, len(turns)) if turns[place]["role"] == "user")
+    return [place for place in users if not turns[place].get("continues")]
 
 
 def tool_rounds(turns: Turns) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from localinfer.engine.cache.block_hashes import salt_of
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.generation.chat.messages import Turn
+from localinfer.generation.compaction import PromptMeter, compact_at, read_turns_of
 from localinfer.generation.options import GenerationOptions, ReplyOptions, ToolChoice
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class SessionOptions(GenerationOptions, total=False):
     """Keyword options of a session, and of each of its replies: those of `chat` but for what the session itself has.
 
     tool_choice holds for the first reply to a message; those after results of tools are free to answer.
+    compact: True, or a share of the context such as 0.8: where the messages take more than that, the model sums the
+        older ones up before it answers, and goes on from its summary; see `Session.compact`.
     """
 
     tool_choice: ToolChoice | None
@@ -32,6 +35,7 @@ class SessionOptions(GenerationOptions, total=False):
     thinking: bool | None
     thinking_budget: int | None
     template_variables: Mapping[str, Any]
+    compact: bool | float | None
 
 
 def checked_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +44,7 @@ def checked_names(options: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise RequestError(f"a session has no option {', '.join(unknown)}; the options are {', '.join(known)}")
+    compact_at(options.get("compact"))
     return dict(options)
 
 
@@ -78,11 +83,12 @@ class SessionPrompts:
     ) -> TextStream:
         """The stream of the next reply. Raises: as `LLM.stream_chat`; ContextLengthError says what a session can do."""
         sent = {**options, "tools": self.tools.descriptions or None}
-        if turns and turns[-1]["role"] == "tool":
+        sent.pop("compact", None)
+        if turns and turns[-1]["role"] == "tool" and sent.get("tool_choice") != "none":
             # A model that has to call tools would never answer.
             sent.pop("tool_choice", None)
         try:
-            return self.model.stream(_sent(turns), sent, history=self._history, through=through)
+            return self.model.stream(read_turns_of(turns), sent, history=self._history, through=through)
         except ContextLengthError as error:
             raise self._overflow(error.num_tokens) from None
 
@@ -115,10 +121,19 @@ class SessionPrompts:
         is_pinned = bool(self.options.get("pin_cache"))
         return self.model.compute(token_ids, system_tokens=system_tokens, is_pinned=is_pinned, salt=self._salt)
 
-    def _encode(self, turns: Sequence[Turn]) -> tuple[NDArray[np.int32], int]:
-        options = {name: self.options[name] for name in _PROMPT_OPTIONS if name in self.options}
-        given = cast(ReplyOptions, {**options, "tools": self.tools.descriptions or None})
-        chat = self.model.encode(_sent(turns), given, history=self._history, salt=self._salt)
+    def meter(self, options: Mapping[str, Any]) -> PromptMeter:
+        """Measures prompts of replies with these options."""
+
+        def encode(turns: Sequence[Turn], is_direct: bool) -> NDArray[np.int32]:
+            return self._encode(turns, {**options, "thinking": False} if is_direct else options)[0]
+
+        return PromptMeter(encode, self.model.context_length)
+
+    def _encode(self, turns: Sequence[Turn], options: Mapping[str, Any] | None = None) -> tuple[NDArray[np.int32], int]:
+        asked = self.options if options is None else options
+        kept = {name: asked[name] for name in _PROMPT_OPTIONS if name in asked}
+        given = cast(ReplyOptions, {**kept, "tools": self.tools.descriptions or None})
+        chat = self.model.encode(read_turns_of(turns), given, history=self._history, salt=self._salt)
         return chat.token_ids, chat.system_tokens
 
     @property
@@ -129,13 +144,9 @@ class SessionPrompts:
         taken = "more tokens" if num_tokens is None else f"{num_tokens} tokens"
         length = self.model.context_length
         return ContextLengthError(
-            f"the session's messages take {taken}, and the context holds {length}; drop the oldest exchanges with "
-            "drop(), shorten a message with edit(), or load the model with a larger context_length",
+            f"the session's messages take {taken}, and the context holds {length}; sum them up with compact=True, "
+            "drop the oldest exchanges with drop(), shorten a message with edit(), or load the model with a larger "
+            "context_length",
             num_tokens=num_tokens,
             context_length=length,
         )
-
-
-def _sent(turns: Sequence[Turn]) -> list[Turn]:
-    """Messages as the model is given them."""
-    return [{name: value for name, value in turn.items() if name != "finish_reason"} for turn in turns]

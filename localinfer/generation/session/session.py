@@ -20,6 +20,7 @@ from localinfer.generation.chat.messages import (
     Content,
     Turn,
     checked_content,
+    checked_text,
     exchange_starts,
     open_calls,
     read_turns,
@@ -27,8 +28,9 @@ from localinfer.generation.chat.messages import (
     result_turn,
     tool_rounds,
 )
+from localinfer.generation.compaction import COMPACT_AT, CompactedTurns, compact_at, compaction_steps, summary_streams
 from localinfer.generation.session.prompts import SessionOptions, SessionPrompts, checked_names
-from localinfer.generation.stream import Completion, StreamEvent, TextStream, ToolCall, joined_calls
+from localinfer.generation.stream import CompactionStats, Completion, StreamEvent, TextStream, ToolCall, joined_calls
 from localinfer.storage.conversations import SavedConversation
 from localinfer.types import Closing
 
@@ -194,12 +196,18 @@ class Session(Closing):
     def stream(self, text: Content | None = None, **options: Unpack[SessionOptions]) -> TextStream:
         """Send a user message and return the stream of one reply, which is kept when the stream ends, however it does.
 
-        Nothing happens to the session before its first event is read. A reply that ends with "tool_calls" is one of
+        Nothing happens to the session before its first event is read, but for `compact`, whose summary is written
+        before this returns. A reply that ends with "tool_calls" is one of
         several: `while session.run_tools():` read the next, `session.stream()`.
         Raises: as `ask`; while it is read RequestError if the session was changed since, or is answering.
         """
         self._check_open()
-        before, asked = self._turns, self._asked(text)
+        merged = {**self._prompts.options, **checked_names(options)}
+        before, asked, compaction = self._turns, self._asked(text), None
+        if merged.get("compact"):
+            with self._claimed(threading.Event()):
+                asked, compaction = self._compacted(asked, merged)
+                before = self._turns = asked if text is None else asked[:-1]
         # A stream that is dropped while it is read has no reader any more: the next caller sees that.
         made: list[ref[TextStream]] = []
         kept: list[Generator[StreamEvent]] = []
@@ -238,7 +246,9 @@ class Session(Closing):
             kept.append(keep(events))
             return kept[0]
 
-        stream = self._prompts.stream(asked, {**self._prompts.options, **checked_names(options)}, through)
+        stream = self._prompts.stream(asked, merged, through)
+        if compaction is not None:
+            stream.note_compaction(compaction)
         made.append(ref(stream))
         self._unread = made[0]
         return stream
@@ -299,6 +309,23 @@ class Session(Closing):
             first, end = starts[0], starts[exchanges]
             self._turns = self._turns[:first] + self._turns[end:]
             return end - first
+
+    def compact(self, keep: str = "") -> CompactionStats:
+        """Have the model sum up the older messages, and go on from its summary; return what that cost.
+
+        The last exchange stays word for word where it takes at most an eighth of the context, and so do the system
+        message and calls without a reply. The summary takes at most an eighth too, and no more than 4,096 tokens. It
+        stands in `messages` before those that stay; the ones before it are kept there, and the model reads them no
+        more. A fork made before has them all. keep: what the summary is to hold above all.
+        A summary that is cancelled, or has no text, changes nothing. Raises: RequestError if there is nothing to sum
+        up, or nothing came; ContextLengthError for a context that is too small for a summary.
+        """
+        with self._claimed(threading.Event()):
+            turns, stats = self._compacted(self._turns, self._prompts.options, keep=checked_text(keep), is_asked=True)
+            if stats is None or stats.completion_tokens == 0 or len(turns) == len(self._turns):
+                raise RequestError("no summary was written, and the session is as it was; ask again")
+            self._turns = turns
+            return stats
 
     def fork(self) -> Session:
         """Return a session with the same messages, tools and options, which goes its own way from here.
@@ -386,7 +413,10 @@ class Session(Closing):
                 merged["constraint"] = answer.constraint()
             before, turns = self._turns, self._asked(text)
             while True:
-                completion = self._completion(turns, merged)
+                turns, compaction = self._compacted(turns, merged)
+                if text is not None and turns[-1]["role"] == "user":
+                    before = turns[:-1]
+                completion = self._completion(turns, merged, compaction)
                 reply = reply_turn(
                     completion.text,
                     completion.finish_reason,
@@ -410,15 +440,42 @@ class Session(Closing):
             self._keep(turns, completion)
             return value
 
-    def _completion(self, turns: Sequence[Turn], options: Mapping[str, Any]) -> Completion:
-        with self._prompts.stream(turns, options) as stream:
-            self._running = ref(stream)
+    def _compacted(
+        self, turns: Sequence[Turn], options: Mapping[str, Any], *, keep: str = "", is_asked: bool = False
+    ) -> tuple[tuple[Turn, ...], CompactionStats | None]:
+        """Turns with a summary where they need one, and its figures, None for turns without."""
+        share = compact_at(options.get("compact"))
+        if not is_asked and (share is None or options.get("context_shift")):
+            return tuple(turns), None
+        meter = self._prompts.meter(options)
+        limit = (COMPACT_AT if share is None else share) * meter.context_length
+        steps = compaction_steps(turns, meter, limit, keep=keep, is_asked=is_asked)
+        asked = {**options, "tools": self._prompts.tools.descriptions}
+        streams = summary_streams(steps, lambda plan: self._prompts.stream(plan.prompt, plan.options(asked)))
+        while True:
             try:
-                if self._cancelled.is_set():
-                    stream.cancel()
-                return stream.result()
-            finally:
-                self._running = None
+                self._read(next(streams))
+            except StopIteration as ended:
+                made: CompactedTurns = ended.value
+                return tuple(made.turns), made.stats
+
+    def _completion(
+        self, turns: Sequence[Turn], options: Mapping[str, Any], compaction: CompactionStats | None
+    ) -> Completion:
+        with self._prompts.stream(turns, options) as stream:
+            if compaction is not None:
+                stream.note_compaction(compaction)
+            return self._read(stream)
+
+    def _read(self, stream: TextStream) -> Completion:
+        """Read a stream to its end; `cancel` ends it."""
+        self._running = ref(stream)
+        try:
+            if self._cancelled.is_set():
+                stream.cancel()
+            return stream.result()
+        finally:
+            self._running = None
 
     def _with_results(self, turns: tuple[Turn, ...], loop: asyncio.AbstractEventLoop | None = None) -> tuple[Turn, ...]:
         """Messages with the results of the last reply's calls of functions, which are run."""

@@ -2,10 +2,12 @@
 
 from typing import Any, Self
 
+import numpy as np
 import pytest
 
 import localinfer
-from localinfer.generation.stream import Stats, StreamEvent
+from localinfer.generation.stream import Completion, Stats, StreamEvent
+from localinfer.generation.text_generation import EncodedPrompt
 from localinfer.types import Beam, BeamCompletion
 
 
@@ -17,6 +19,7 @@ class FakeStream:
         self.computed_tokens = 2
         self._pieces = iter(enumerate(pieces))
         self._num_events = 0
+        self._text = ""
 
     @property
     def stats(self) -> Stats:
@@ -41,7 +44,12 @@ class FakeStream:
         if isinstance(piece, BaseException):
             raise piece
         self._num_events += 1
-        return piece if isinstance(piece, StreamEvent) else StreamEvent(piece, index, None)
+        event = piece if isinstance(piece, StreamEvent) else StreamEvent(piece, index, None)
+        self._text += event.text
+        return event
+
+    def completion(self) -> Completion:
+        return Completion(self._text, [], "stop", self.stats)
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +109,10 @@ class FakeLLM:
 
     def count_chat_tokens(self, messages: list[dict[str, str]], **options: Any) -> int:
         return sum(len(message["content"]) for message in messages)
+
+    def encode_chat(self, messages: list[dict[str, str]], **options: Any) -> EncodedPrompt:
+        text = "".join(message["content"] for message in messages)
+        return EncodedPrompt(np.frombuffer(text.encode("utf-32-le"), np.int32))
 
     def close(self) -> None:
         self.is_closed = True

@@ -264,7 +264,7 @@ def test_notices_have_no_colour_where_no_color_is_set(conversation, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"), [("/", 25), ("/re", ["/regen"]), ("/system x", []), ("text", []), ("a /re", [])]
+    ("typed", "expected"), [("/", 26), ("/re", ["/regen"]), ("/system x", []), ("text", []), ("a /re", [])]
 )
 def test_completion_offers_commands_only(chat, typed, expected):
     completer = CommandCompleter(chat.commands.values())

@@ -1,14 +1,14 @@
 """A context that fills is told in words before it is full, and there is always a way on."""
 
 import io
-import re
 from typing import Any
 
 import pytest
 
 from localinfer.apps.terminal.commands import Chat
-from localinfer.apps.terminal.conversation import SUMMARY_REQUEST, SUMMARY_TURN, Conversation
-from localinfer.errors import TemplateError
+from localinfer.apps.terminal.conversation import Conversation
+from localinfer.errors import ContextLengthError, TemplateError
+from localinfer.generation.compaction import SUMMARY_REQUEST, SUMMARY_TURN
 from localinfer.generation.stream import StreamEvent
 from tests.apps.cli.chat_session import TypedLines
 
@@ -33,7 +33,7 @@ def test_the_end_is_told_before_it_comes_and_once(session):
     assert session.type("x" * 200) == ""
     told = session.type("y" * 30)
     assert "the context is filling: 260 of 400 tokens are used (65 %), 140 left" in told
-    for choice in ("/context summarise", "/context shift", "/context new"):
+    for choice in ("/compact", "/context shift", "/context new"):
         assert choice in told
     assert session.type("z") == "", "once"
     assert "the next reply may not fit" in session.type("w" * 20)
@@ -59,7 +59,7 @@ def test_shift_leaves_out_the_oldest_and_keeps_the_system_prompt(session):
 def test_the_summary_becomes_the_beginning_and_the_last_exchange_stays(session, fake_llm):
     session.type("a" * 80, "b" * 80, "c" * 40)
     fake_llm.pieces = [" All of ", "it. "]
-    fake_llm.context_length = 700
+    fake_llm.context_length = 800
     assert "continues from its summary" in session.type("/context summarise")
     assert fake_llm.prompts[-1][-1]["content"] == SUMMARY_REQUEST
     assert len(fake_llm.prompts[-1]) == 6, "the system prompt, two exchanges and the request"
@@ -73,6 +73,7 @@ def test_the_summary_becomes_the_beginning_and_the_last_exchange_stays(session, 
 
 
 def test_a_summary_is_neither_made_again_nor_continued_without_what_it_sums_up(session, fake_llm):
+    fake_llm.context_length = 4096
     session.type("a" * 30)
     fake_llm.pieces = [StreamEvent("Cut", 1, "length")]
     session.type("/context summarise")
@@ -95,6 +96,7 @@ def test_a_template_that_cannot_count_a_reply_ends_no_chat(session, fake_llm, mo
 
 @pytest.mark.parametrize("pieces", [[], ["All", KeyboardInterrupt()], ["  "]])
 def test_a_summary_that_did_not_come_changes_nothing(session, fake_llm, pieces):
+    fake_llm.context_length = 4096
     session.type("a" * 80, "b" * 80)
     before = session.conversation.turns
     fake_llm.pieces = pieces
@@ -107,18 +109,44 @@ def test_there_is_nothing_to_sum_up_at_first(session, fake_llm):
     assert fake_llm.prompts == []
 
 
-def test_what_does_not_fit_beside_the_summary_is_left_out_of_it_and_told(session, fake_llm):
-    session.type("a" * 60, "b" * 60, "c" * 60)
-    fake_llm.pieces = ["Short."]
-    assert re.search(r"the 2 oldest messages are left out", session.type("/context summarise"))
-    assert [message["content"][0] for message in fake_llm.prompts[-1]][1:] == ["b", "H", "S"]
+def test_what_does_not_fit_beside_the_request_stays_word_for_word(session, fake_llm):
+    fake_llm.context_length = 4096
+    session.type("a" * 60, "b" * 160, "c" * 60)
+    fake_llm.pieces, fake_llm.context_length = ["Short."], 660
+    assert "continues from its summary" in session.type("/compact the names")
+    assert fake_llm.prompts[-1][-1]["content"] == f"{SUMMARY_REQUEST} Above all keep: the names"
+    assert [message["content"][0] for message in fake_llm.prompts[-1]] == ["B", "a", "H", "T"]
+    read = [message["content"][0] for message in session.conversation.messages]
+    assert read == ["B", "S", "S", "b", "H", "c", "H"]
+    assert "as it was before" in session.type("/undo")
+    assert [message["content"][0] for message in session.conversation.messages] == ["B", "a", "H", "b", "H", "c", "H"]
+    fake_llm.context_length = 400
+    with pytest.raises(ContextLengthError, match="too few for a summary"):
+        list(session.conversation.summarise())
+
+
+def test_a_chat_is_summed_up_before_the_context_ends(session, fake_llm):
+    fake_llm.context_length, session.conversation.compact_at = 1000, 0.5
+    session.type("a" * 200)
+    before = session.conversation.turns
+    fake_llm.pieces = ["The gist"]
+    told = session.type("b" * 300)
+    assert "sums up the older messages first" in told
+    assert "continues from its summary: 519 tokens became 350" in told
+    assert [message["content"][0] for message in fake_llm.prompts[-1]] == ["B", "S", "T", "b"]
+    assert session.conversation.turns[:2] == before, "they stay, to be saved"
+    session.type("/undo", "/undo")
+    assert session.conversation.turns == before
+    fake_llm.pieces = ["The", KeyboardInterrupt()]
+    assert "stopped: the conversation is unchanged" in session.type("b" * 300)
+    assert session.conversation.turns == before
 
 
 def test_a_reply_cut_by_the_context_says_so_with_the_ways_on(session, fake_llm):
     fake_llm.context_length = 4  # a prompt of 3 tokens, and a reply of 1
     fake_llm.pieces = [StreamEvent("cut", 1, "length")]
     told = session.type("c")
-    assert "end of the context (finish_reason: length)" in told and "/context summarise" in told and "/continue" in told
+    assert "end of the context (finish_reason: length)" in told and "/compact" in told and "/continue" in told
 
 
 def test_a_reply_cut_by_its_limit_says_so_with_the_way_on(session, fake_llm):

@@ -151,3 +151,58 @@ def test_the_conversation_is_not_read_again(served: ServedModel) -> None:
         again = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
         assert usage["input_tokens_details"]["cached_tokens"] >= first["usage"]["input_tokens"] - 32
         assert again < usage["input_tokens"] - first["usage"]["input_tokens"] + 32
+
+
+CHAT = "/v1/chat/completions"
+
+
+def test_a_server_that_compacts_sums_a_long_history_up_once(tmp_path: Path) -> None:
+    """Its clients send all of it each time, by any API; a restart changes nothing, and another client finds nothing."""
+    scripts: dict[str, Any] = {"summary": b"The gist."}
+    tokens = tuple(AccessToken(name, f"{name}-secret") for name in ("alice", "bob"))
+    kept = ResponseStoreOptions(tmp_path / "responses")
+    settings = ServerSettings(port=0, kept_responses=kept, tokens=tokens, isolates_cache=True, compacts_chats=True)
+    said = [{"role": "system", "content": "Be exact."}]
+    for number in range(6):
+        said += [{"role": "user", "content": f"{number} " * 300}, {"role": "assistant", "content": "Well."}]
+    said.append({"role": "user", "content": "And now?"})
+
+    def asked(client: httpx.Client, messages: list[Any], path: str = CHAT, **more: Any) -> dict[str, Any]:
+        member = "input" if path == PATH else "messages"
+        body = {"model": "summary", "temperature": 0, "max_tokens": 50, member: messages, **more}
+        if path == PATH:
+            body["max_output_tokens"] = body.pop("max_tokens")
+        reply = client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        usage: dict[str, Any] = reply.json()["usage"]
+        return usage
+
+    def client_of(running: ServedModel, name: str) -> httpx.Client:
+        return running.client(headers={"authorization": f"Bearer {name}-secret"})
+
+    def started() -> Any:
+        return serving(settings, sources=scripted_sources(*scripts), load=loader(scripts))
+
+    with started() as running, client_of(running, "alice") as alice, client_of(running, "bob") as bob:
+        first = asked(alice, said)
+        assert first["compaction"].pop("cached_tokens") == 0
+        assert first["compaction"].pop("prompt_tokens") > 3000 > 1000 > first["prompt_tokens"]
+        assert first["compaction"] == {"messages": 10, "completion_tokens": 10}
+        said += [{"role": "assistant", "content": "The gist."}, {"role": "user", "content": "And then?"}]
+        none = {"messages": 10, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
+        later = asked(alice, said)
+        assert later["compaction"] == none
+        assert later["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"]
+        assert asked(alice, said, PATH)["compaction"] == none
+        assert asked(alice, said[1:], "/v1/messages", system="Be exact.")["compaction"] == none
+        assert asked(bob, said)["compaction"]["completion_tokens"] == 10
+        edited = [said[0], {"role": "user", "content": "Another. " * 70}, *said[2:]]
+        events = named_events(alice.post(PATH, json={**ASK, "input": edited, "stream": True}))
+        assert events[-1]["response"]["usage"]["compaction"]["completion_tokens"] == 10
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "The gist."
+        short = alice.post("/api/chat", json={"model": "summary", "messages": said[-1:], "stream": False})
+        assert short.json()["message"]["content"] == "The gist."
+        refused = alice.post(CHAT, json={"model": "summary", "messages": [{"role": "user", "content": "x" * 5000}]})
+        assert refused.status_code == 400 and "context" in refused.json()["error"]["message"]
+    with started() as running, client_of(running, "alice") as alice:
+        assert asked(alice, said)["compaction"] == none

@@ -18,6 +18,7 @@ from localinfer.apps.server.api.serving import (
     deltas_of,
     serve_reply,
 )
+from localinfer.apps.server.replies.compacted_chats import compacted_heads
 from localinfer.apps.server.replies.fields import (
     AddGenerationPrompt,
     CacheSalt,
@@ -163,7 +164,7 @@ async def chat_completions(request: Request) -> Response:
         request,
         body,
         "chatcmpl",
-        chat_plan(messages, options, body.n or 1),
+        chat_plan(messages, options, body.n or 1, heads=compacted_heads(request)),
         lambda reply: _ChatWriter(reply, body, service),
         ping_seconds=silence,
     )

@@ -21,22 +21,13 @@ from localinfer.apps.server.api.responses_items import (
 )
 from localinfer.apps.server.api.serving import Event, deltas_of
 from localinfer.apps.server.transport.http import ApiError
+from localinfer.generation.compaction import MOST_SUMMARY_TOKENS
 from localinfer.storage.sealed_texts import TextSealer
 
 if TYPE_CHECKING:
     from localinfer.apps.server.api.responses import Turn
     from localinfer.apps.server.replies.reply import Reply
     from localinfer.generation.stream import Stats, StreamEvent
-
-SUMMARY_REQUEST = (
-    "The conversation is about to be shortened: you will continue from a summary of it alone. Write that summary now, "
-    "for yourself: the task and the user's wishes in their own words, what was done and decided and why, names, paths, "
-    "numbers and commands that matter, what failed, the present state, and what remains to be done next. Do not call "
-    "tools. Answer with the summary only."
-)
-"""The request that the model gets in place of the trigger."""
-
-_MOST_SUMMARY_TOKENS = 4096
 
 
 class Compactor:
@@ -73,7 +64,7 @@ def is_triggered(turn: "Turn") -> bool:
 
 def summary_request(body: ResponsesRequest) -> ResponsesRequest:
     """A request whose reply is a summary: with the same prompt, and no calls, forms or endless text."""
-    limit = min(body.max_output_tokens or _MOST_SUMMARY_TOKENS, _MOST_SUMMARY_TOKENS)
+    limit = min(body.max_output_tokens or MOST_SUMMARY_TOKENS, MOST_SUMMARY_TOKENS)
     choice = "none" if body.tools else None
     return msgspec.structs.replace(body, tool_choice=choice, text=None, max_output_tokens=limit)
 

@@ -10,8 +10,18 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localinfer.apps.server.api.serving import BlockWriter, Delta, Event, chat_plan, serve_reply, timings, whole_object
+from localinfer.apps.server.api.serving import (
+    BlockWriter,
+    Delta,
+    Event,
+    chat_plan,
+    compaction,
+    serve_reply,
+    timings,
+    whole_object,
+)
 from localinfer.apps.server.replies.clients import salt_options
+from localinfer.apps.server.replies.compacted_chats import compacted_heads
 from localinfer.apps.server.replies.fields import (
     Count,
     Priority,
@@ -142,7 +152,7 @@ async def messages(request: Request) -> Response:
     replying = await prepared(request, body.generation_options)
     options = {**replying, **body.continuation(asked), **caller_options(request)}
     omits = body.thinking is not None and body.thinking.display == "omitted"
-    plan = chat_plan(asked, options)
+    plan = chat_plan(asked, options, heads=compacted_heads(request))
     return await serve_reply(request, body, "msg", plan, lambda reply: _MessageWriter(reply, omits_reasoning=omits))
 
 
@@ -235,7 +245,7 @@ def _ending(reason: str, stats: "Stats | None") -> dict[str, Any]:
     stop_sequence = None if stats is None else stats.stop_text
     stop = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
     stop = "stop_sequence" if stop_sequence is not None else stop
-    usage = {"input_tokens": 0, "output_tokens": 0}
+    usage: dict[str, Any] = {"input_tokens": 0, "output_tokens": 0}
     if stats is not None:
         usage = {
             # What came from the cache is counted apart from the rest on this route.
@@ -243,5 +253,6 @@ def _ending(reason: str, stats: "Stats | None") -> dict[str, Any]:
             "cache_read_input_tokens": stats.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": stats.completion_tokens,
+            **compaction([stats]),
         }
     return {"delta": {"stop_reason": stop, "stop_sequence": stop_sequence}, "usage": usage}

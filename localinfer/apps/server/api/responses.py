@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from localinfer.apps.server.api import status
 from localinfer.apps.server.api.compaction import (
-    SUMMARY_REQUEST,
     CompactedWriter,
     CompactionWriter,
     Compactor,
@@ -38,6 +37,7 @@ from localinfer.apps.server.api.responses_items import (
 from localinfer.apps.server.api.serving import chat_plan, reply_frames, serve_reply
 from localinfer.apps.server.operation.observation import record_of
 from localinfer.apps.server.replies.clients import digest_of, may_see_reply, salt_options
+from localinfer.apps.server.replies.compacted_chats import compacted_heads
 from localinfer.apps.server.replies.fields import without_missing_thinking
 from localinfer.apps.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.apps.server.replies.reply import Reply
@@ -51,6 +51,7 @@ from localinfer.apps.server.transport.http import (
     unsupported,
 )
 from localinfer.apps.server.transport.known_fields import KnownFields
+from localinfer.generation.compaction import SUMMARY_REQUEST
 from localinfer.storage.response_store import ResponseStore
 
 if TYPE_CHECKING:
@@ -586,7 +587,7 @@ async def responses(request: Request) -> Response:
         kept = (reply, body, turn, partial(memory.keep, turn), memory.store.flush)
         return CompactionWriter(*kept, seal=compactor.seal) if is_compaction else ResponseWriter(*kept)
 
-    plan = chat_plan(messages, options)
+    plan = chat_plan(messages, options, heads=None if is_compaction else compacted_heads(request))
     if not body.background:
         return await serve_reply(request, body, "resp", plan, make_writer)
     if not turn.is_kept:

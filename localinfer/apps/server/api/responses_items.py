@@ -41,6 +41,7 @@ from localinfer.apps.server.replies.tool_fields import (
 from localinfer.apps.server.transport.http import ApiError, unsupported
 from localinfer.apps.server.transport.known_fields import RESPONSES
 from localinfer.generation.chat.messages import SYSTEM_ROLES
+from localinfer.generation.compaction import SUMMARY_PREFIX
 
 if TYPE_CHECKING:
     from localinfer.apps.server.api.responses import Turn
@@ -124,7 +125,6 @@ class CompactedSummary(msgspec.Struct):
     """True if the items before it were chosen to stay beside it; otherwise it stands for them all."""
 
 
-_SUMMARY = "The conversation so far was shortened to this summary, from which you continue:"
 Unseal = Callable[[object, str], CompactedSummary]
 """Reads the content of an item `compaction`; given its path."""
 
@@ -179,7 +179,7 @@ def item_messages(
                 found = unseal(item.encrypted_content, place(index))
                 if not found.retains:
                     messages = [message for message in messages if message.role in SYSTEM_ROLES]
-                messages.append(ChatMessage("user", f"{_SUMMARY}\n\n{found.summary}"))
+                messages.append(ChatMessage("user", f"{SUMMARY_PREFIX}\n\n{found.summary}"))
                 reasoning.clear()
                 is_open = False
             case "compaction_trigger":
@@ -639,6 +639,7 @@ def response_usage(reply: Reply) -> dict[str, Any]:
         "output_tokens": costs["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": costs["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": costs["total_tokens"],
+        **{name: costs[name] for name in ("compaction",) if name in costs},
     }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -9,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localinfer.apps.server.replies.compacted_chats import CompactedChat, CompactedHeads
 from localinfer.apps.server.replies.fields import StreamOptions, seeded, without_missing_thinking
 from localinfer.apps.server.replies.relay import RELAY, ReplyRelay
 from localinfer.apps.server.replies.reply import End, Reply, Silence, TextPlan, Token
@@ -94,7 +96,14 @@ def usage(reply: Reply) -> dict[str, Any]:
             "accepted_prediction_tokens": sum(one.accepted_tokens for one in stats),
             "rejected_prediction_tokens": sum(one.drafted_tokens - one.accepted_tokens for one in stats),
         },
+        **compaction(stats),
     }
+
+
+def compaction(stats: Sequence["Stats"]) -> dict[str, Any]:
+    """The member `compaction` of every API's usage: the summary from which the conversation was answered, if any."""
+    found = next((one.compaction for one in stats if one.compaction is not None), None)
+    return {} if found is None else {"compaction": asdict(found)}
 
 
 def running_usage(reply: Reply) -> dict[str, Any]:
@@ -484,13 +493,29 @@ def _written(writer: ReplyWriter, item: Token | End | Silence) -> Iterable[Event
     return writer.silence()
 
 
-def chat_plan(messages: Sequence[Mapping[str, Any]], options: dict[str, Any], count: int = 1) -> Plan:
-    """One answer to a chat per choice; the later ones find the prompt in the cache."""
+def chat_plan(
+    messages: Sequence[Mapping[str, Any]],
+    options: dict[str, Any],
+    count: int = 1,
+    *,
+    heads: CompactedHeads | None = None,
+) -> Plan:
+    """One answer to a chat per choice; the later ones find the prompt in the cache.
+
+    heads: summaries of a server that compacts chats.
+    """
 
     def open_stream(llm: "LLM", index: int) -> "TextStream":
         return llm.stream_chat(messages, **seeded(without_missing_thinking(llm, options), index, llm.defaults))
 
+    def text_plan(llm: "LLM", index: int) -> TextPlan:
+        follows = 0 if index else None
+        if heads is None:
+            return TextPlan(partial(open_stream, llm, index), follows)
+        chat = CompactedChat(heads, llm, messages, options, index)
+        return TextPlan(chat.open, follows, summaries=chat.summaries)
+
     def plan(llm: "LLM") -> list[TextPlan]:
-        return [TextPlan(partial(open_stream, llm, index), 0 if index else None) for index in range(count)]
+        return [text_plan(llm, index) for index in range(count)]
 
     return plan

@@ -15,7 +15,16 @@ from starlette.responses import Response
 
 from localinfer.apps.server.api.completions import CompletionRequest, fill_in_prompt
 from localinfer.apps.server.api.embeddings import MOST_TEXTS, in_batches
-from localinfer.apps.server.api.serving import Delta, Event, ReplyWriter, chat_logprobs, deltas_of, serve_reply, timings
+from localinfer.apps.server.api.serving import (
+    Delta,
+    Event,
+    ReplyWriter,
+    chat_logprobs,
+    chat_plan,
+    deltas_of,
+    serve_reply,
+    timings,
+)
 from localinfer.apps.server.ollama.fields import (
     BegunRequest,
     KeepAlive,
@@ -33,6 +42,7 @@ from localinfer.apps.server.ollama.fields import (
     written_call,
 )
 from localinfer.apps.server.operation.observation import record_of
+from localinfer.apps.server.replies.compacted_chats import compacted_heads
 from localinfer.apps.server.replies.fields import TokenId, continuation, given
 from localinfer.apps.server.replies.reply import Reply, TextPlan
 from localinfer.apps.server.replies.service import caller_options, prepared, read_body, reserve_prompts, service_of
@@ -316,16 +326,12 @@ async def ollama_chat(request: Request) -> Response:
     messages = await prepared(request, read_ollama_messages, body.messages)
     options = {**await prepared(request, body.chat_options, messages), **caller_options(request)}
 
-    def plan(llm: "LLM") -> list[TextPlan]:
-        return [TextPlan(partial(_open, llm, body, messages, options))]
+    def plan(llm: "LLM") -> Sequence[TextPlan]:
+        body.check_thinking(llm)
+        return chat_plan(messages, options, heads=compacted_heads(request))(llm)
 
     asked = msgspec.structs.replace(body, model=begun.named.id, stream=body.stream is not False)
     return await serve_reply(request, asked, "chat", plan, lambda reply: OllamaLineWriter(reply, begun, body, _message))
-
-
-def _open(llm: "LLM", body: OllamaChatRequest, messages: list[dict[str, Any]], options: dict[str, Any]) -> "TextStream":
-    body.check_thinking(llm)
-    return llm.stream_chat(messages, **options)
 
 
 def _message(text: str, reasoning: str, calls: list[Event]) -> Event:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -130,6 +130,8 @@ class TextPlan:
     """Stages before the text is announced; they may raise, and refuse it."""
     preparations: Sequence[TextStage] = ()
     """Stages between that and the first event; they must not raise."""
+    summaries: Callable[[], Iterable["TextStream"]] | None = None
+    """Gives streams to be read before the text's, of which the client gets nothing: summaries of its conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +240,11 @@ class Reply:
         return self._texts[index].leader is not None
 
     def num_used(self) -> tuple[int, int]:
-        """Tokens of the prompts so far, each counted once, and tokens generated."""
+        """Tokens of the prompts so far, each counted once, and tokens generated; those of summaries with them."""
         prompt = sum(count for index, count in enumerate(self.prompt_tokens) if not self.shares_prompt(index))
-        return prompt, self.num_tokens
+        written = [one.compaction for one in self.stats if one is not None and one.compaction is not None]
+        prompt += sum(one.prompt_tokens for one in written)
+        return prompt, self.num_tokens + sum(one.completion_tokens for one in written)
 
     def progress(self) -> dict[str, Any]:
         """Progress of reading the first prompt, under llama.cpp's names, the time in milliseconds."""
@@ -300,7 +304,8 @@ class Reply:
                     self.failure = error
                     self._tell_ended()
                     raise error
-                case _Started(index):
+                case _Started(index, count):
+                    self.prompt_tokens[index] = count
                     self._tell_begun(index)
                     continue
                 case End(index):
@@ -458,25 +463,33 @@ class _Text:
                 self._put(_Failure(error))
             self.has_ended.set()
 
+    def _begin(self, stream: "TextStream", checks: Sequence[TextStage]) -> None:
+        """Take a stream as the one that runs, and announce its prompt. Raises: as the checks."""
+        with self._lock:
+            self._stream = stream
+            if self._is_cancelled:
+                stream.cancel()
+        for check in checks:
+            check(stream, lambda: self._is_cancelled)
+        self.prompt_ids = stream.token_ids
+        self._put(_Started(self.index, stream.prompt_tokens))
+
     def _generate(self) -> str:
         """Run the stream to its end, or until cancelled; return how it ended."""
         put, tick, index = self._put, self._latency.tick, self.index
 
-        def is_cancelled() -> bool:
-            return self._is_cancelled
-
         ending = "length"
+        is_announced = False
+        for stream in () if self._plan.summaries is None else self._plan.summaries():
+            self._begin(stream, self._plan.checks if not is_announced else ())
+            is_announced = True
+            for _ in stream:
+                pass
+            _log_cache(self._model_id, stream.stats)
         with closing(self._plan.open()) as stream:
-            with self._lock:
-                self._stream = stream
-                if self._is_cancelled:
-                    stream.cancel()
-            for check in self._plan.checks:
-                check(stream, is_cancelled)
-            self.prompt_ids = stream.token_ids
-            put(_Started(index, stream.prompt_tokens))
+            self._begin(stream, self._plan.checks if not is_announced else self._plan.checks[:1])
             for prepare in self._plan.preparations:
-                prepare(stream, is_cancelled)
+                prepare(stream, lambda: self._is_cancelled)
             self._state.barrier.wait()
             try:
                 for event in stream:

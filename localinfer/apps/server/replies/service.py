@@ -520,8 +520,10 @@ class _Admission:
         """The plans of the texts with all their stages."""
         transfer, lease = self._service.kv_transfer, self._lease
         preparations = [] if transfer is None else [partial(transfer.prepare, lease.llm, lease.model_id)]
+        # A reply that another process may resume there, or has begun, has one prompt.
+        alone: dict[str, Any] = {} if self._asked.relay is None else {"summaries": None}
         return [
-            replace(plan, checks=self._checks(index, plan), preparations=preparations)
+            replace(plan, checks=self._checks(index, plan), preparations=preparations, **alone)
             for index, plan in enumerate(self._asked.plans)
         ]
 
