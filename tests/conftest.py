@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -14,6 +15,8 @@ import numpy  # noqa: F401 - loads the BLAS that is limited below
 import pytest
 from threadpoolctl import threadpool_limits
 
+from tests.support.case_table import as_tables, log_skipped
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
 
@@ -22,6 +25,10 @@ threadpool_limits(1, user_api="blas")
 
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 """Numba colours errors that it never shows, wherever colorama is: a fiftieth of the time that kernels take."""
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+"""Tests start hundreds of processes, each of which would compile the modules of the package again, for a second."""
 
 gc.disable()
 """A collection of 17,000 tests makes nothing that is garbage: a quarter of its time was spent in looking."""
@@ -42,17 +49,28 @@ def pytest_collection(session: pytest.Session) -> None:
     """Import the tests from the last to the first in every other process, so that each compiles half of the modules."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     if int(worker.removeprefix("gw")) % 2:
-        for path in sorted((REPOSITORY / "tests").rglob("test_*.py"), reverse=True):
+        folders = [Path(argument) for argument in session.config.args]
+        for path in sorted((path for folder in folders for path in folder.rglob("test_*.py")), reverse=True):
             with suppress(pytest.skip.Exception, pytest.Collector.CollectError):
                 pytest.Module.from_parent(session, path=path).obj  # noqa: B018
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of processes and sockets: `-m "not system"` is the ring without."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark tests of processes and sockets: `-m "not system"` is the ring without. What is chosen becomes tables."""
     for item in items:
         if starts_others(item.path) or _SERVERS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.system)
+    yield
+    items[:] = as_tables(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.when == "teardown":
+        log_skipped(item)
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from localinfer.kernels.layouts import Layout
 from localinfer.system.folders import set_cache_folder
+from tests.support.samples import one_of_each
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
@@ -124,6 +125,8 @@ KERNELS = [
     ("sampling.gather", (64,), 80, "atom.global.add.u32 bar.sync mul.rn.f64 cvt.f64.f32"),
     ("sampling.choose", (64,), 80, "bar.sync mul.rn.f64 cvt.rpi.f64.f64 div.rn.f64"),
 ]
+TRIED = one_of_each(KERNELS, lambda kernel: (kernel[0], kernel[1][:1]))
+"""One of each kernel and first constant: the layout of its weights, the numbers of its keys, its operation."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -143,7 +146,7 @@ def ptx_of(name: str, constants: tuple[int, ...], capability: tuple[int, int]) -
     return kernel_cache.kernel_ptx((name, constants), capability).decode()
 
 
-@pytest.mark.parametrize(("name", "constants", "registers", "instructions"), KERNELS)
+@pytest.mark.parametrize(("name", "constants", "registers", "instructions"), TRIED)
 def test_kernel_has_its_instructions(name: str, constants: tuple[int, ...], registers: int, instructions: str) -> None:
     for capability in ARCHITECTURES:
         if "mma.sync" in instructions and capability < TENSOR_CORES:
@@ -160,7 +163,7 @@ def test_kernel_has_its_instructions(name: str, constants: tuple[int, ...], regi
 
 
 @pytest.mark.skipif(ASSEMBLER is None, reason="registers are counted by NVIDIA's ptxas, which is not here")
-@pytest.mark.parametrize(("name", "constants", "registers", "instructions"), KERNELS)
+@pytest.mark.parametrize(("name", "constants", "registers", "instructions"), TRIED)
 def test_kernel_fits_the_registers_and_needs_no_stack(
     name: str, constants: tuple[int, ...], registers: int, instructions: str, tmp_path: Path
 ) -> None:
