@@ -93,7 +93,6 @@ def all_kernels() -> list[str]:
     for _, module_name, _ in pkgutil.iter_modules(importlib.import_module(_KERNELS).__path__):
         module = importlib.import_module(f"{_KERNELS}.{module_name}")
         own = [name for name, one in vars(module).items() if isinstance(one, Source)]
-        own = [name for name in own if getattr(module, name).function.__module__ == module.__name__]
         names += [f"{module_name}.{name}" for name in dict.fromkeys([*getattr(module, "KERNELS", {}), *own])]
     return names
 

@@ -13,8 +13,12 @@ import pytest
 
 from localinfer.errors import BackendUnavailableError, RequestError
 from localinfer.kernels import built_sources
+from localinfer.kernels.cpu.encoding import ENCODERS
 from localinfer.kernels.jit import host, isa, object_cache, packs
 from localinfer.kernels.jit.isa import runs_on
+from localinfer.kernels.jit.numba import all_kernels, source_of
+from localinfer.loading.options import model_path
+from localinfer.models.load.needed_kernels import needed_kernels
 from tests.kernels.cpu.digest import products
 from tests.kernels.subprocesses import REPOSITORY, finish, start
 
@@ -166,6 +170,14 @@ def test_every_level_can_run_its_instruction_set_and_the_last_that_fits_has_most
             assert all(list(isa.ISA).index(path) > list(isa.ISA).index(level.path) for path in better)
 
 
+def test_a_pack_has_every_kernel_once() -> None:
+    names = all_kernels()
+    sources = [source_of(name) for name in names]
+    assert len(set(names)) == len(names) == len(set(map(id, sources))) > 150
+    kernels = [*needed_kernels(model_path(None)), *ENCODERS.values()]
+    assert {kernel.name for kernel in kernels} <= set(names)
+
+
 def test_a_pack_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot be written|make it"):
         packs.write(tmp_path / "none" / "one.pack", index_of_here(), CODES)
@@ -183,7 +195,7 @@ def test_kernels_of_a_pack_compute_the_same_bits(tmp_path: Path, monkeypatch: py
     fitting = [name for name, level in LEVELS.items() if level.path is isa.SELECTED and level.features <= here]
     if not fitting:
         pytest.skip("no level is for this CPU")
-    names = ["matmul.quantize_rows", "matmul.matmul_q8_0"]
+    names = ["matmul.matmul_q8_0"]
     share = [fitting[-1], str(tmp_path), *names]
     finish(start(f"from localinfer.kernels.jit import packs\npacks.compile_share({share!r})"))
     symbols = [symbol for name in names for symbol in json.loads((tmp_path / f"{name}.json").read_bytes())]
