@@ -97,6 +97,7 @@ def test_extras_are_the_documented_ones(settings):
         "dev",
         "docs",
         "plot",
+        "zstd",
     }
 
 

@@ -78,12 +78,18 @@ def test_ping_and_models_as_others_have_them(tcp):
     assert tcp.get("/api/v0/models/none-such").status_code == 200, "one model answers to any name"
 
 
-def test_what_is_not_done_here_says_so(tcp):
-    body = gzip.compress(json.dumps({"messages": STORY}).encode())
+def test_encoded_bodies_are_decoded_within_bounds_or_named(tcp):
+    body = gzip.compress(json.dumps({"messages": STORY, "max_tokens": 1}).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    answer = tcp.post(CHAT, content=body, headers=headers)
+    assert tcp.post(CHAT, content=body, headers=headers).status_code == 200
+    large = gzip.compress(json.dumps({"messages": STORY, "max_tokens": 1, "user": "a b c" * 30_000}).encode())
+    assert tcp.post(CHAT, content=large, headers=headers).status_code == 200
+    answer = tcp.post(CHAT, content=body, headers={**headers, "content-encoding": "br"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "encoding_not_read")
-    assert "gzip" in answer.json()["error"]["message"]
+    assert "'br'" in answer.json()["error"]["message"]
+    bomb = gzip.compress(b" " * (3 << 20))
+    answer = tcp.post(CHAT, content=bomb, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
 def test_names_and_notes_have_an_end(tcp):

@@ -19,6 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from localinfer.apps.server.transport.codings import BodyDecoder, coding_of
 from localinfer.apps.server.transport.http import (
     ApiError,
     Bytes,
@@ -300,7 +301,10 @@ class Bodies:
         if not declared.isdigit() or int(declared) > limit:
             raise _too_large(limit)
         peer: Peer | None = request.scope["state"].get(CONNECTION)
-        is_counted = int(declared) > LARGE_BYTES
+        coding = coding_of(request.headers)
+        decoder = None if coding is None else BodyDecoder(coding, limit)
+        # What a body is decoded into is known when it is there.
+        is_counted = decoder is None and int(declared) > LARGE_BYTES
         share = await self._take(peer, int(declared) if is_counted else 0)
         body = bytearray()
         parts = request.stream()
@@ -311,13 +315,18 @@ class Bodies:
                     part = await anext(parts, None)
                 if part is None:
                     break
-                if len(body) + len(part) > limit:
-                    raise _too_large(limit)
-                body += part
-                if len(body) > LARGE_BYTES and not is_counted:
-                    # It comes in chunks of an unknown number.
-                    share, is_counted = await self._take(peer, limit), True
-                    deadline = asyncio.get_running_loop().time() + settings.body_seconds
+                for decoded in [part] if decoder is None else decoder.push(part):
+                    if len(body) + len(decoded) > limit:
+                        raise _too_large(limit)
+                    body += decoded
+                    if len(body) > LARGE_BYTES and not is_counted:
+                        # It comes in chunks of an unknown number.
+                        share, is_counted = await self._take(peer, limit), True
+                        deadline = asyncio.get_running_loop().time() + settings.body_seconds
+                    if decoder is not None:
+                        await asyncio.sleep(0)
+            if decoder is not None:
+                decoder.finish()
             share.shrink(len(body))
             return body, share
         except BaseException as error:

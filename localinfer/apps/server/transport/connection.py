@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localinfer.apps.server.transport.bodies import CONNECTION, FORM, FORM_ROUTES
+from localinfer.apps.server.transport.codings import coding_of
 from localinfer.apps.server.transport.http import OLLAMA, STREAMS_EVENTS, ApiError, identifier
 from localinfer.apps.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address, matching_token
 
@@ -631,14 +632,7 @@ class SecurityMiddleware:
         self._check_token(scope, headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            coding = headers.get("content-encoding", "identity").strip().lower()
-            if coding != "identity":
-                raise ApiError(
-                    415,
-                    f"the body is encoded as {coding!r:.80}, which is not read here; send it as it is",
-                    code="encoding_not_read",
-                    headers={"accept-encoding": "identity"},
-                )
+            coding_of(headers)
             if kind == FORM and scope["path"].removeprefix("/v1") in FORM_ROUTES:
                 return
             if kind != "application/json" and not _is_json_all_the_same(kind, scope, headers):
