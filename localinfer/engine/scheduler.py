@@ -63,7 +63,8 @@ class Scheduler:
         self._chunk_of_owner: dict[Hashable, int] = {}
         self._adding = threading.Lock()
         # It keeps no scheduler: a cycle would hold all memory of a model until the next full garbage collection.
-        self._chunk_rows = partial(_chunk_rows, runner.costs, program.max_batch_rows)
+        self.chunk_rows: Callable[..., int] = partial(_chunk_rows, runner.costs, program.max_batch_rows)
+        """Rows of prompts in a step beside streams; another function measures what chunks are worth."""
         self.policy: AdmissionPolicy | None = None
         """Made for the first request with an objective."""
         self._make_policy = make_policy
@@ -107,7 +108,7 @@ class Scheduler:
             if ttft_objective is not None and self._make_policy is not None:
                 if self.policy is None:
                     self.policy = self._make_policy(
-                        self._cache, self._runner.costs.fit, self._chunk_rows, self.admission
+                        self._cache, self._runner.costs.fit, self.chunk_rows, self.admission
                     )
                 request.predicted_seconds = self.policy.check(
                     request, ttft_objective, self.requests(), self._chunk_of_owner.copy()
@@ -371,7 +372,7 @@ class Scheduler:
             if request.is_prompt:
                 request.record.cached_tokens += saved
         depth = max(request.cache.length for request in prompts)
-        rows = self._chunk_rows(num_decoding, len(prompts), repeated, depth)
+        rows = self.chunk_rows(num_decoding, len(prompts), repeated, depth)
         room = self._max_rows - num_decoding - repeated
         chunks: list[ScheduledSequence] = []
         for request in sorted(prompts, key=lambda request: (urgency(request), last_chunk.get(request.owner, 0))):

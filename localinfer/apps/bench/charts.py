@@ -1,4 +1,4 @@
-"""Charts as PNG: a roofline, or a server's throughput and latency under load."""
+"""Charts as PNG: a roofline, a server's throughput and latency under load, or what each optimisation is worth."""
 
 import io
 import math
@@ -156,6 +156,48 @@ def serve_figure(record: Record) -> "Figure":
         f"{model}: messages of {settings['prompt']} tokens, replies of {settings['decode']} on average", fontsize=10
     )
     return figure
+
+
+def ablation_figure(record: Record) -> "Figure":
+    """The chart of a `run_ablation` record: a panel for each figure, a bar for each configuration.
+
+    Raises: BackendUnavailableError without matplotlib.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    rows = record["rows"]
+    figure = Figure(figsize=(15, 9), dpi=110, layout="constrained")
+    names = [row["name"] for row in rows]
+    colours = ["tab:orange" if name.startswith("all but") else "tab:blue" for name in names]
+    for axes, (key, (title, scale)) in zip(figure.subplots(2, 4).flat, _ABLATED.items(), strict=True):
+        axes.barh(names, [row["figures"][key] * scale for row in rows], color=colours)
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(labelsize=7)
+        axes.grid(True, axis="x", linewidth=0.3)
+        if axes.get_subplotspec().colspan.start:
+            axes.set_yticklabels([])
+    settings = record["settings"]
+    figure.suptitle(
+        f"{os.path.basename(record['model']['path'])}: prompts of {settings['prompt']} tokens, replies of "
+        f"{settings['decode']}; blue: switched on in turn, orange: the whole without one",
+        fontsize=10,
+    )
+    return figure
+
+
+_ABLATED = {
+    "first_token_seconds": ("first token, ms", 1e3),
+    "next_turn_seconds": ("first token of the next turn, ms", 1e3),
+    "restart_seconds": ("the same after a restart, ms", 1e3),
+    "stall_seconds": ("longest stall of a stream, ms", 1e3),
+    "decode_tokens_per_second": ("decode, tokens/s", 1),
+    "throughput_tokens_per_second": ("several streams, tokens/s", 1),
+    "peak_memory_bytes": ("peak memory, MB", 1e-6),
+    "divergence": ("KL divergence, nats / 1,000", 1e3),
+}
+"""Figures of an ablation, with the title and the factor of their panels."""
 
 
 def _draw_curve(axes: "Axes", levels: list[Record], knee: int | None) -> None:

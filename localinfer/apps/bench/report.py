@@ -121,6 +121,25 @@ def render_roofline(record: Record) -> str:
     return _join(lines)
 
 
+def render_ablation(record: Record) -> str:
+    """The record of `run_ablation`: each optimisation switched on in turn, then each off from the whole."""
+    settings = record["settings"]
+    lines = [*_heading(record), "", f"{'':<26}" + "".join(f"{label:>14}" for label, _ in _ABLATED.values())]
+    for row in record["rows"]:
+        cells = [written(row["figures"][key]) for key, (_, written) in _ABLATED.items()]
+        lines.append(f"{row['name']:<26}" + "".join(f"{cell:>14}" for cell in cells))
+    return _join(
+        [
+            *lines,
+            "",
+            f"first token: of {settings['prompt']} tokens; next turn: of the second message; restart: of it after one",
+            f"decode: of one stream, throughput: of {settings['streams']} at once, in tokens/s",
+            "stall: the longest time between two tokens of a stream while another prompt is computed",
+            "KLD: mean KL divergence from the first row, in thousandths of a nat",
+        ]
+    )
+
+
 def render_serve(record: Record) -> str:
     """The record of `run_serve_bench` as a table, one column per number of streams; times in milliseconds."""
     settings, levels, same = record["settings"], record["levels"], record["same_text"]
@@ -257,6 +276,17 @@ def _join(lines: Iterable[str]) -> str:
     return neutralise_controls("\n".join(line.rstrip() for line in lines))
 
 
+_ABLATED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "first_token_seconds": ("first token", _time),
+    "next_turn_seconds": ("next turn", _time),
+    "restart_seconds": ("restart", _time),
+    "decode_tokens_per_second": ("decode", "{:,.1f}".format),
+    "throughput_tokens_per_second": ("throughput", "{:,.1f}".format),
+    "stall_seconds": ("stall", _time),
+    "peak_memory_bytes": ("peak memory", _size),
+    "divergence": ("KLD", lambda nats: f"{1e3 * nats:.2f}"),
+}
+"""Labels of an ablation's figures, in the order of the columns, and how a value is written."""
 _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "stream_tokens_per_second": ("streamed completion, {tokens} tokens", _rate),
     "prefill_tokens_per_second": ("prefill of {prompt} tokens", _rate),

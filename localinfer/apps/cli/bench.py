@@ -82,6 +82,10 @@ def _unused(option: click.Option, callback: Callable[..., Any] | None = None) ->
 
 
 _MODEL = click.Argument(["model"], metavar="MODEL", callback=found_model)
+_ANY_MODEL = click.Argument(["model"], metavar="[MODEL]", required=False, callback=found_model)
+_PROMPT_OF_CHAT = _number("--prompt", "Tokens of the first message.", 384)
+_DECODE_OF_CHAT = _number("--decode", "Tokens of each reply; 4 or more.", 64, type=click.IntRange(min=4))
+_ROUNDS = _number("--repetitions", "Rounds over all configurations; figures are their medians.", 3)
 _PROMPT = _number("--prompt", "Tokens to prefill.", 512)
 _DECODE = _number("--decode", "Tokens to decode.", 128)
 _CONTEXT = _number("--context", "Tokens in the context before decoding.", 32)
@@ -125,6 +129,7 @@ _JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON o
 _COMPARED = [_MODEL, _PROMPT, _DECODE, _CONTEXT, _REPETITIONS, _THREADS, _DEVICE, _COMPARE, _PEER_PYTHON, _JSON]
 _SPECULATION = [_MODEL, _DECODE, _REPETITIONS, _THREADS, _DRAFT, _JSON, _unused(_PROMPT), _unused(_CONTEXT)]
 _ROOFLINE = [_PROMPT, _CONTEXT, _THREADS, _OUTPUT, _JSON, _unused(_DECODE), _unused(_REPETITIONS)]
+_ABLATION = [_ANY_MODEL, _PROMPT_OF_CHAT, _DECODE_OF_CHAT, _ROUNDS, _THREADS, _OUTPUT, _JSON]
 _SERVE = [_MODEL, _PROMPT, _DECODE, _THREADS, _DEVICE, _CONCURRENCY, _REQUESTS, _SLO_TTFT, _SLO_ITL, _OUTPUT, _JSON]
 
 
@@ -197,9 +202,6 @@ def speculation_command(draft: str | None, as_json: bool, **measured: Any) -> No
     _print(record, render_speculation, as_json)
 
 
-_ANY_MODEL = click.Argument(["model"], metavar="[MODEL]", required=False, callback=found_model)
-
-
 @bench_command.command("roofline", params=[_ANY_MODEL, *_ROOFLINE, _unused(_DEVICE, _refuse_gpu)])
 def roofline_command(model: str | None, output: str | None, as_json: bool, **measured: Any) -> None:
     """Measure the machine's roofline, and MODEL's ops under it.
@@ -218,6 +220,30 @@ def roofline_command(model: str | None, output: str | None, as_json: bool, **mea
     _print(record, render_roofline, as_json)
     if path is not None:
         save_figure(roofline_figure(record), path)
+        click.echo(f"drawn: {path}", err=True)
+
+
+@bench_command.command("ablation", params=[*_ABLATION, _unused(_CONTEXT), _unused(_DEVICE, _refuse_gpu)])
+def ablation_command(model: str | None, output: str | None, as_json: bool, **measured: Any) -> None:
+    """Measure what each optimisation is worth, one at a time, on MODEL or the demo model.
+
+    From float16 weights on one thread, without reuse, drafts or batching, each is switched on in turn, and then each
+    off from the whole. The chart is written to ablation.png, unless --json or --output is given.
+    """
+    from localinfer.apps.bench.ablation import run_ablation
+    from localinfer.apps.bench.charts import ablation_figure, check_chart, save_figure
+    from localinfer.apps.bench.decode import BenchSettings
+    from localinfer.apps.bench.report import render_ablation
+    from localinfer.loading.options import model_path
+
+    path = output if output is not None or as_json else "ablation.png"
+    if path is not None:
+        check_chart(path, inputs=[] if model is None else [model])
+    with Progress() as progress:
+        record = run_ablation(BenchSettings(model=str(model_path(model)), **measured), progress)
+    _print(record, render_ablation, as_json)
+    if path is not None:
+        save_figure(ablation_figure(record), path)
         click.echo(f"drawn: {path}", err=True)
 
 

@@ -437,6 +437,7 @@ COMMANDS: dict[str, list[str]] = {
     "save-imatrix": ["quantize", "MODEL", "other.gguf", "--method", "imatrix", "--save-imatrix", "OUT"],
     "save-imatrix before gptq": ["quantize", "MODEL", "other.gguf", "--method", "gptq", "--save-imatrix", "OUT"],
     "roofline": ["bench", "MODEL", "--roofline", "--output", "OUT"],
+    "ablation": ["bench", "ablation", "MODEL", "--output", "OUT"],
     "serve chart": ["bench", "MODEL", "--serve", "--output", "OUT"],
 }
 
