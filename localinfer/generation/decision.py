@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.arguments import check_number, shown
-from localinfer.engine.cache.block_hashes import NO_SALT, common_length, salt_of
+from localinfer.engine.cache.block_hashes import common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError
-from localinfer.generation.chat.media_parts import Segments
+from localinfer.generation.chat.media_parts import Segments, check_spells_none
 from localinfer.generation.chat.reply import ReplyRequest
 from localinfer.generation.chat_model import ChatHistory, ChatModel
 from localinfer.generation.label_scores import Label, LabelPrompt, score_labels
@@ -84,12 +84,12 @@ class DecisionModel:
             raise RequestError(f"{shown(on_encoded)} is no function that takes a number of tokens; give one, or None")
         salt = salt_of(cache_salt)
         asked = [{"role": "user", "content": written(state)}] if messages is None else messages
-        # They are refused as they are, before a question is added to them.
-        self._chats.read(asked, salt)
+        # Read once for all questions; what their pictures stand for is held until the last one is encoded.
+        read, _held = self._chats.read(asked, salt)
         request = self._chats.formats.request({"thinking": False}, salt)
         forms = [form for question in questions.values() for form in _forms(checked_question(question), orders)]
-        chats = [self._encode(request, asked, form.text, salt) for form in forms]
-        probe = self._encode(request, asked, _PROBE, salt)
+        chats = [self._encode(request, read, form.text) for form in forms]
+        probe = self._encode(request, read, _PROBE)
         state_tokens = min(common_length(probe.token_ids, chat.token_ids) for chat in chats)
         prompt_tokens = state_tokens + sum(chat.token_ids.size - state_tokens for chat in chats)
         if on_encoded is not None:
@@ -113,10 +113,9 @@ class DecisionModel:
             computed_tokens=scores.computed_tokens,
         )
 
-    def _encode(
-        self, request: ReplyRequest, messages: Messages, question: str, salt: bytes = NO_SALT, label: str = ""
-    ) -> "EncodedChat":
-        """The prompt in which a question is asked, up to the label of its answer, or with one."""
+    def _encode(self, request: ReplyRequest, messages: Messages, question: str, label: str = "") -> "EncodedChat":
+        """The prompt in which a question is asked, up to the label of its answer, or with one; messages as they were
+        read."""
 
         def begin(text: str) -> Segments:
             reasoning = request.format.reasoning
@@ -124,9 +123,9 @@ class DecisionModel:
             closing = [(f"{reasoning.closing}\n\n", True)] if reasoning is not None and is_open else []
             return [*closing, *([(label, False)] if label else [])]
 
-        read, _held = self._chats.read(_with_question(messages, question), salt)
+        check_spells_none(question, "questions")
         return self._history.encode(
-            request.split(read)[0],
+            request.split(_with_question(messages, question))[0],
             request.template_tools or None,
             request.variables,
             begin=begin,
@@ -195,15 +194,12 @@ def _asked(question: Question, usual: str, lines: Sequence[str], ending: str) ->
 
 
 def _with_question(messages: Messages, question: str) -> Messages:
-    """Messages with a question at their end: in the last one, if it is the user's."""
-    if not messages or messages[-1].get("role") != "user":
+    """Messages that were read, with a question at their end: in the last one, if it is the user's."""
+    if messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": question}]
     *former, last = messages
-    content = last.get("content")
-    if isinstance(content, str):
-        return [*former, {**last, "content": f"{content}\n\n{question}" if content else question}]
-    parts = content if isinstance(content, list | tuple) else [content]
-    return [*former, {**last, "content": [*parts, {"type": "text", "text": f"\n\n{question}"}]}]
+    content = last["content"]
+    return [*former, {**last, "content": f"{content}\n\n{question}" if content else question}]
 
 
 def _answer(question: Question, found: Iterator[tuple[_Form, NDArray[np.float64]]], orders: int) -> Answer:

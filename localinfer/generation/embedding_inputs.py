@@ -18,7 +18,7 @@ from localinfer.arguments import shown
 from localinfer.engine.engine import Engine
 from localinfer.engine.media import MediaRun
 from localinfer.errors import ContextLengthError, RequestError
-from localinfer.generation.chat.media_parts import MediaSource, read_media_part
+from localinfer.generation.chat.media_parts import MediaSource, part_text, read_media_part
 from localinfer.generation.text_generation import EncodedPrompt
 from localinfer.models.text.vocabulary import PREFIX
 
@@ -252,6 +252,7 @@ def _part(part: Any, path: str) -> str | MediaSource:
     found = read_media_part(part, path)
     if found is not None:
         return found
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text") and isinstance(part.get("text"), str):
-        return str(part["text"])
+    text = part_text(part)
+    if text is not None:
+        return text
     raise RequestError(f"{path} of the prompt is {shown(part)}; {_WAYS}")

@@ -40,7 +40,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from localinfer.engine.cache.block_hashes import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT, common_length
 from localinfer.kernels.cpu.weights import fold
 from localinfer.storage.budget import DiskBudget, mark_used
 from localinfer.system import disk
@@ -593,13 +593,6 @@ def finished(steps: Generator[None, None, T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-
-
-def common_length(a: TokenIds, b: TokenIds) -> int:
-    """Number of ids that two arrays share at their start."""
-    size = min(a.size, b.size)
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if differs.size else size
 
 
 _MOST_OTHERS = 4

@@ -91,19 +91,28 @@ def certify(path: str, progress: ProgressCallback | None = None) -> Certificate:
 
     file = open_model_file(path)
     try:
-        tensors = dict(_tensor_digests(file, progress))
-        settings = dict(_setting_digests(file))
-        made = Certificate(model=file.path.name, tensors=tensors, settings=settings)
+        made = certify_file(file, progress)
         if lone_part(file) is not None:
             return made
     finally:
         file.close()
     with load(path, device="cpu", speculation=None, may_measure=False, verify=False, progress=progress) as llm:
-        tokenizer = _tokenizer_of(llm)
-        probes = [_ids(tokenizer, number, llm) for number in range(NUM_PROBES)]
-        texts = [] if tokenizer is None else [_digest(probe) for probe in probes]
-        outputs = [_digest(row) for row in _outputs(llm, probes)]
-        return replace(made, texts=texts, outputs=outputs, computed={"kv_type": llm.info.kv_type})
+        return certify_outputs(made, llm)
+
+
+def certify_file(file: "ModelFile", progress: ProgressCallback | None = None) -> Certificate:
+    """The digests of an open file, without those of what it computes. Raises: CorruptFileError."""
+    tensors, settings = dict(_tensor_digests(file, progress)), dict(_setting_digests(file))
+    return Certificate(model=file.path.name, tensors=tensors, settings=settings)
+
+
+def certify_outputs(made: Certificate, llm: "LLM") -> Certificate:
+    """The digests of a file with those of what its model computes, loaded as `certify` does."""
+    tokenizer = _tokenizer_of(llm)
+    probes = [_ids(tokenizer, number, llm) for number in range(NUM_PROBES)]
+    texts = [] if tokenizer is None else [_digest(probe) for probe in probes]
+    outputs = [_digest(row) for row in _outputs(llm, probes)]
+    return replace(made, texts=texts, outputs=outputs, computed={"kv_type": llm.info.kv_type})
 
 
 def compare(certificate: Certificate, found: Certificate) -> list[Finding]:

@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from localinfer.quant.formats.types import TensorRecord
 from localinfer.types import ProgressCallback
 
 if TYPE_CHECKING:
+    from localinfer.apps.show.certificate import Certificate
     from localinfer.llm import LLM
     from localinfer.models.decoder.config import ModelConfig
     from localinfer.models.text.tokenizer import Tokenizer
@@ -199,10 +200,11 @@ def verify_model(path: str, progress: ProgressCallback | None = None, certificat
     from localinfer.models.load.loader import open_model_file
 
     result = Verification()
-    if certificate is not None:
-        _check_certificate(path, certificate, result, progress)
+    certified = None if certificate is None else _Certified.read(certificate)
     file = open_model_file(path)
     try:
+        if certified is not None:
+            certified.add_file(file, result, progress)
         result.findings.extend(_check_digests(file, result, progress))
         result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
         is_alone = lone_part(file) is None
@@ -214,21 +216,54 @@ def verify_model(path: str, progress: ProgressCallback | None = None, certificat
     if any(finding.is_error for finding in result.findings):
         result.unchecked.append("output: the model cannot work as it is")
     elif is_alone:
-        _check_output(path, tensors, result, progress)
+        _check_output(path, tensors, result, progress, certified)
+    if certified is not None:
+        certified.compare(result)
     return result
 
 
-def _check_certificate(path: str, certificate: str, result: Verification, progress: ProgressCallback | None) -> None:
-    """Compare a model with its certificate. Raises: RequestError for a file that is none."""
-    from localinfer.apps.show.certificate import Certificate, certify, compare
+@dataclass
+class _Certified:
+    """A certificate that a model is compared with, and what is found of the model."""
 
-    wanted = Certificate.read(certificate)
-    try:
-        result.findings.extend(compare(wanted, certify(path, progress)))
-    except OutOfMemoryError as error:
-        result.unchecked.append(f"certificate: {error}")
-    except LocalinferError as error:
-        result.findings.append(Finding("certificate", str(error).removesuffix("."), is_error=True))
+    wanted: "Certificate"
+    found: "Certificate | None" = None
+    """Digests of the file, and of what it computes once that was computed; None if they could not be made."""
+
+    @classmethod
+    def read(cls, path: str) -> "_Certified":
+        """Read a certificate. Raises: RequestError for a file that is none."""
+        from localinfer.apps.show.certificate import Certificate
+
+        return cls(Certificate.read(path))
+
+    def add_file(self, file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> None:
+        """Add the digests of the file."""
+        from localinfer.apps.show.certificate import certify_file
+
+        try:
+            self.found = certify_file(file, progress)
+        except LocalinferError as error:
+            result.findings.append(Finding("certificate", str(error).removesuffix("."), is_error=True))
+
+    def add_outputs(self, llm: "LLM") -> None:
+        """Add those of what the loaded model computes."""
+        from localinfer.apps.show.certificate import certify_outputs
+
+        if self.found is not None:
+            self.found = certify_outputs(self.found, llm)
+
+    def compare(self, result: Verification) -> None:
+        """Add the differences, first; of outputs only where they were computed."""
+        from localinfer.apps.show.certificate import compare
+
+        found, wanted = self.found, self.wanted
+        if found is None:
+            return
+        if wanted.outputs and not found.outputs:
+            wanted = replace(wanted, texts=found.texts, outputs=found.outputs)
+            result.unchecked.append("certificate: the model computes nothing to compare")
+        result.findings[:0] = compare(wanted, found)
 
 
 def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> list[Finding]:
@@ -349,9 +384,14 @@ def _check_text(tokenizer: "Tokenizer") -> Iterator[Finding]:
 
 
 def _check_output(
-    path: str, tensors: "Mapping[str, TensorRecord]", result: Verification, progress: ProgressCallback | None
+    path: str,
+    tensors: "Mapping[str, TensorRecord]",
+    result: Verification,
+    progress: ProgressCallback | None,
+    certified: _Certified | None = None,
 ) -> None:
-    """Load the model and let it read texts. tensors: of its file; none if it was not made to speak."""
+    """Load the model and let it read texts. tensors: of its file; none if it was not made to speak. certified: gets
+    what it computes."""
     from localinfer.loading.load import load
 
     try:
@@ -371,6 +411,8 @@ def _check_output(
         return
     with llm:
         try:
+            if certified is not None:
+                certified.add_outputs(llm)
             found = list(_output_findings(llm))
             if not found and tensors and "completion" in llm.info.capabilities:
                 found, unread = check_reading(llm, tensors)

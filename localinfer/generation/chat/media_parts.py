@@ -165,6 +165,14 @@ def joined_parts(parts: Sequence[str | MediaSource], role: str) -> str:
     return text
 
 
+def part_text(part: object) -> str | None:
+    """The text of a part of text, as chats have it; None for another part."""
+    if not isinstance(part, Mapping) or part.get("type", "text") not in ("text", "input_text"):
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None
+
+
 def parts_content(parts: Sequence[str | MediaSource], role: str) -> str | list[Any]:
     """The content of a message of these parts: their text; with pictures or sounds, the list of parts."""
     if not any(isinstance(part, MediaSource) for part in parts):

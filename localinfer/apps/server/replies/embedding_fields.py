@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from localinfer.apps.server.replies.fields import Pieces, embedding_prompt, read_prompts
 from localinfer.apps.server.replies.media_fields import media_part
 from localinfer.apps.server.transport.http import ApiError
-from localinfer.generation.chat.media_parts import MediaSource
+from localinfer.generation.chat.media_parts import MediaSource, part_text
 
 if TYPE_CHECKING:
     from localinfer.llm import LLM
 
 Parts = list[str | MediaSource]
 """Texts and pictures of one prompt, in order."""
-_TEXT_TYPES = ("text", "input_text")
 
 
 def read_inputs(value: Any, field: str, *, at_most: int) -> list[Pieces | Parts]:
@@ -42,7 +41,7 @@ def read_document(value: Any, path: str) -> str | Parts:
     if not _has_parts(value):
         raise ApiError(400, f"{path} is neither a text nor a picture; give a text, or parts of a message", param=path)
     parts = _parts(value, path)
-    return parts if _is_media(parts) else "".join(map(str, parts))
+    return parts if _is_media(parts) else str(parts[0])
 
 
 def shown_document(value: Any) -> dict[str, Any]:
@@ -67,21 +66,14 @@ def _has_parts(value: Any) -> bool:
 
 
 def _parts(value: Any, path: str) -> Parts:
-    """The parts of a prompt, texts as they are. Raises: ApiError."""
+    """The parts of a prompt; of texts alone the one that they are together. Raises: ApiError."""
     if isinstance(value, dict) and isinstance(value.get("content"), list):
         value, path = value["content"], f"{path}.content"
     if isinstance(value, list):
         found = [_part(one, f"{path}[{index}]") for index, one in enumerate(value)]
     else:
         found = [_part(value, path)]
-    # Texts in a row are one.
-    joined: Parts = []
-    for part in found:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined
+    return found if _is_media(found) else ["".join(map(str, found))]
 
 
 def _part(value: Any, path: str) -> str | MediaSource:
@@ -92,8 +84,9 @@ def _part(value: Any, path: str) -> str | MediaSource:
     found = media_part(value, path)
     if found is not None:
         return found
-    if isinstance(value, dict) and value.get("type", "text") in _TEXT_TYPES and isinstance(value.get("text"), str):
-        return str(value["text"])
+    text = part_text(value)
+    if text is not None:
+        return text
     raise ApiError(
         400,
         f"{path} is neither a text nor a picture; give a text, or a part such as {{'type': 'image_url', 'image_url': "
