@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from localinfer.engine.cache.block_hashes import NO_SALT
+from localinfer.engine.cache.block_hashes import NO_SALT, common_length
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import PrefixCache
 from localinfer.engine.cache.prefix_tree import CachedPath, Match
@@ -45,7 +45,6 @@ from localinfer.storage.page_store import (
     Saved,
     SnapshotTier,
     chosen_positions,
-    common_length,
     finished,
 )
 from localinfer.storage.restore import Tiers, restore_prompt
