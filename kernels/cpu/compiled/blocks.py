@@ -115,7 +115,7 @@ def few_bits_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     return totals
 
 
-def _six_bit_scales(
+def six_bit_scales(
     tile: Tile, header: Value, pair: Value, d: Value, minus_dmin: Value, halves: Sequence[int] = (0, 1)
 ) -> tuple[dict[int, Value], dict[int, Value]]:
     """Scales and minimums of blocks 2p and 2p + 1 of a Q4_K or Q5_K super-block, times d and -dmin.
@@ -165,7 +165,7 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
         unit = b.add(first_unit, pair)
         codes = tile.at(codes_start, pair, 512)
         column = b.mul(unit, emit.i64(64))
-        scaled = None if emit.is_neon else _six_bit_scales(tile, header, pair, *(held or factors(header)))
+        scaled = None if emit.is_neon else six_bit_scales(tile, header, pair, *(held or factors(header)))
         blocks = [b.mul(unit, emit.i64(2)), b.add(b.mul(unit, emit.i64(2)), emit.i64(1))]
         first_bit = b.trunc(b.mul(pair, emit.i64(2)), I8 if tile.has_whole_codes else I16)
         for halves, again in tile.turns(range(2)):
@@ -180,7 +180,7 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
                     for half in halves:
                         dots[half] = tile.dot(dots[half], both[half], column, 32 * half + 4 * j)
                     continue
-                fifth = None if fifth_bits is None else _bits_from(tile, again(fifth_bits), j, first_bit)
+                fifth = None if fifth_bits is None else bits_from(tile, again(fifth_bits), j, first_bit)
                 both = tile.nibbles(loaded, j)
                 for half in halves:
                     nibbles = both[half]
@@ -188,10 +188,10 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
                         nibbles = b.or_(nibbles, fifth(half))
                     dots[half] = tile.dot(dots[half], nibbles, column, 32 * half + 4 * j)
             if held and tile.shares_bytes and emit.is_neon:
-                found = _six_bit_scales(tile, header, pair, *held, halves)
+                found = six_bit_scales(tile, header, pair, *held, halves)
             elif scaled is None:
                 place = header if held else emit.opaque(header, pair)
-                found = scaled = _six_bit_scales(tile, place, pair, *(held or factors(place)))
+                found = scaled = six_bit_scales(tile, place, pair, *(held or factors(place)))
             else:
                 found = scaled
             scales, minimums = found
@@ -217,7 +217,7 @@ def _five_bits(tile: Tile, loaded: Value, rest: Value, first: Value) -> tuple[Va
     return b.and_(loaded, emit.splat_constant(I8, 31, count)), emit.inserted(upper, loaded, 5)
 
 
-def _bits_from(tile: Tile, place: Value, vector_number: int, first: Value) -> Callable[[int], Value]:
+def bits_from(tile: Tile, place: Value, vector_number: int, first: Value) -> Callable[[int], Value]:
     """Two bits of every byte of a vector, from one on that is no constant; returns what makes one a fifth bit."""
     shifted = _shifted(tile, tile.load_codes(place, vector_number), first)
     return lambda number: tile.moved_bits(shifted, number, 1, 4)

@@ -64,10 +64,20 @@ from localinfer.kernels.cpu.compiled.tile import (
     Tile,
     places_of,
 )
-from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES
+from localinfer.kernels.cpu.compiled.unpacked import (
+    BUFFER_BYTES,
+    LEAST_ROWS,
+    MOST_ROWS,
+    ROWS,
+    UNPACKED,
+    load_totals,
+    unpack,
+    unpacked_product,
+)
+from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES, SCRATCH_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION, QUANTIZE
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.isa import NEON
+from localinfer.kernels.jit.isa import ISA, NEON
 from localinfer.kernels.jit.numba import compose, inline, stamp
 from localinfer.kernels.layouts import PAIRED_LAYOUTS, Layout
 
@@ -265,7 +275,7 @@ def tile_product(
     offset by `first` (the tile's first weight row), of which `count` (1..16) exist. bias: address of 16 float32.
     """
     takes_pairs = isa.pairs_rows() and layout in PAIRED_LAYOUTS
-    if num_rows > 4 and emit.is_neon and not takes_pairs:
+    if num_rows > 4 and (layout in _OF_FOUR_ROWS or (emit.is_neon and not takes_pairs)):
         # `_width` asks for none.
         emit.call("llvm.trap", ir.VoidType(), [])
         return
@@ -301,6 +311,18 @@ def _write(
             for value, output in zip(results, outputs, strict=True):
                 emit.store_first(value, output, count)
 
+
+@emitted(VOID, types.int64, types.int64, types.int64, FLOAT, types.int64, types.int64)
+def write_totals(
+    emit: Emitter, table: Value, totals_address: Value, bias_address: Value, scale_value: Value, first_row: Value,
+    row_limit: Value,
+) -> None:  # fmt: skip
+    """Finish the outputs of rows whose totals lie in memory, as `tile_product` does."""
+    _write(emit, 0, load_totals(emit, totals_address), table, bias_address, scale_value, first_row, row_limit)
+
+
+_OF_FOUR_ROWS = (Layout.Q4_K,) if isa.SELECTED is ISA.AVX512_VNNI else ()
+"""Layouts of which a product takes four rows of activations at most."""
 
 _MATMUL_BYTES, _PROJECTION_BYTES = MATMUL.num_bytes, PROJECTION.num_bytes
 
@@ -359,14 +381,20 @@ if isa.SELECTED in NEON:
 
 else:
 
-    @inline
+    @emitted(types.int64, LITERAL)
+    def _most_rows(emit: Emitter, layout: int) -> Value:
+        """Rows of one product: of Q4_K four, since registers do not hold the sums of eight rows and two blocks."""
+        return emit.i64(4 if layout in _OF_FOUR_ROWS else 8)
+
+    @compose
     def _width(layout: int, left: int) -> int:
         """Rows of the next product; 3 or 7 rows are padded by one, computed twice.
 
         That is faster, because a tile's codes are unpacked once. Verifying 3 tokens of a 1.1B Q4_0 model took 1.42
         times as long as decoding one, and 4 tokens 1.16 times.
         """
-        return left + 1 if left == 3 or left == 7 else rows_at_once(left)
+        wanted = left + 1 if left == 3 or left == 7 else rows_at_once(left)
+        return min(wanted, _most_rows(layout))
 
 
 @compose
@@ -407,39 +435,86 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
         row += step
 
 
+_BUFFER = 512
+"""Bytes of a thread's scratch memory for the table of a product, behind which an unpacked super-block lies."""
+assert _BUFFER + BUFFER_BYTES + 64 * MOST_ROWS <= SCRATCH_BYTES, "totals of so many rows need more scratch memory"
+
+
+@emitted(types.int64, LITERAL)
+def _least_rows(emit: Emitter, layout: int) -> Value:
+    """Rows from which on super-blocks are unpacked."""
+    return emit.i64(LEAST_ROWS[Layout(layout)])
+
+
 @compose
-def _matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
-    # Field by field, in this order: loading the whole block costs registers that the products need.
-    p = parameters
-    x, x_stride, k = MATMUL.x(p), MATMUL.x_stride(p), MATMUL.columns(p)
-    rows = num_rows(batch, MATMUL.is_output(p))
-    projections, rows_per_block = MATMUL.projections(p), MATMUL.rows_per_block(p)
-    control, table = BATCH.control(batch), scratch(batch, thread)
-    records = parameters + _MATMUL_BYTES
-    tiles = 0
-    for index in range(projections):
-        tiles += PROJECTION.tiles(records + _PROJECTION_BYTES * index)
-    blocks = (rows + rows_per_block - 1) // rows_per_block
-    units = blocks * tiles
-    # The first stretch of a thread is the same for every token, so that it may be in its processor's cache. Others are
-    # claimed dynamically, and at last the first ones of threads that have not come.
-    chosen = thread if take_first(control, thread) else num_threads + take_units(control, 1)
-    while True:
-        start, end = stretch(chosen, units, num_threads)
-        if start >= units:
-            chosen = take_absent(control, num_threads)
-            if chosen == num_threads:
-                return
+def _unpacked_products(
+    layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int
+) -> None:
+    """`_products` of layouts whose super-blocks are unpacked, if there are enough rows."""
+    weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
+    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
+    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
+    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
+    row, buffer = first, table + _BUFFER
+    totals = buffer + BUFFER_BYTES
+    while last - row >= _least_rows(layout):
+        count = min(last - row, MOST_ROWS) // ROWS * ROWS
+        for word in range(8 * count):
+            store_i64(totals + 8 * word, 0)
+        for unit in range(k // 256):
+            unpack(layout, weights, k, unit, buffer)
+            for start in range(0, count, ROWS):
+                for slot in range(ROWS):
+                    store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
+                unpacked_product(layout, table, buffer, k, unit, totals + 64 * start)
+        for start in range(0, count, ROWS):
+            for slot in range(ROWS):
+                index = row + start + slot
+                _set_row(table, slot, 0, out + index * out_stride, residual + index * residual_stride)
+            scale, lanes = PROJECTION.scale(p), min(16, PROJECTION.rows(p) - column)
+            write_totals(table, totals + 64 * start, bias, scale, column, lanes)
+        row += count
+    _products(layout, row, last, table, p, tile, x, x_stride, k)
+
+
+def _matmul_by(products: Any) -> Any:
+    """The op of matrices, by a function of rows and a tile."""
+
+    @compose
+    def matmul(layout: int, parameters: int, batch: int, thread: int, num_threads: int) -> None:
+        # Field by field, in this order: loading the whole block costs registers that the products need.
+        p = parameters
+        x, x_stride, k = MATMUL.x(p), MATMUL.x_stride(p), MATMUL.columns(p)
+        rows = num_rows(batch, MATMUL.is_output(p))
+        projections, rows_per_block = MATMUL.projections(p), MATMUL.rows_per_block(p)
+        control, table = BATCH.control(batch), scratch(batch, thread)
+        records = parameters + _MATMUL_BYTES
+        tiles = 0
+        for index in range(projections):
+            tiles += PROJECTION.tiles(records + _PROJECTION_BYTES * index)
+        blocks = (rows + rows_per_block - 1) // rows_per_block
+        units = blocks * tiles
+        # The first stretch of a thread is the same for every token, so that it may be in its processor's cache.
+        # Others are claimed dynamically, and at last the first ones of threads that have not come.
+        chosen = thread if take_first(control, thread) else num_threads + take_units(control, 1)
+        while True:
             start, end = stretch(chosen, units, num_threads)
-        for unit in range(start, end):
-            first = (unit // tiles) * rows_per_block
-            tile = unit % tiles
-            record = records
-            while tile >= PROJECTION.tiles(record):
-                tile -= PROJECTION.tiles(record)
-                record += _PROJECTION_BYTES
-            _products(layout, first, min(first + rows_per_block, rows), table, record, tile, x, x_stride, k)
-        chosen = num_threads + take_units(control, 1)
+            if start >= units:
+                chosen = take_absent(control, num_threads)
+                if chosen == num_threads:
+                    return
+                start, end = stretch(chosen, units, num_threads)
+            for unit in range(start, end):
+                first = (unit // tiles) * rows_per_block
+                tile = unit % tiles
+                record = records
+                while tile >= PROJECTION.tiles(record):
+                    tile -= PROJECTION.tiles(record)
+                    record += _PROJECTION_BYTES
+                products(layout, first, min(first + rows_per_block, rows), table, record, tile, x, x_stride, k)
+            chosen = num_threads + take_units(control, 1)
+
+    return matmul
 
 
 @compose
@@ -472,8 +547,12 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
                 entry += step
 
 
+_matmul, _unpacked_matmul = _matmul_by(_products), _matmul_by(_unpacked_products)
+
 KERNELS = {
-    f"{name}_{layout.name.lower()}": stamp(body, int(layout))
-    for name, body in (("matmul", _matmul), ("expert_matmul", _expert_matmul))
-    for layout in Layout
+    **{
+        f"matmul_{layout.name.lower()}": stamp(_unpacked_matmul if layout in UNPACKED else _matmul, int(layout))
+        for layout in Layout
+    },
+    **{f"expert_matmul_{layout.name.lower()}": stamp(_expert_matmul, int(layout)) for layout in Layout},
 }
