@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
+from localinfer.kernels.cpu.compiled.unpacked import LEAST_ROWS, MOST_ROWS
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import LARGEST_STEP, SIZES, Layout, is_float
@@ -121,6 +122,19 @@ def test_matmul_gives_the_same_bits_when_activations_exceed_a_block_of_rows(
     wanted = run_rows(pool, [x], product(weight))
     monkeypatch.setattr("localinfer.kernels.cpu.lower.matmul.ACTIVATION_BYTES_PER_BLOCK", 1)
     assert_same_bits(run_rows(pool, [x], product(weight)), wanted)
+
+
+@pytest.mark.parametrize("layout", [Layout.Q4_K, Layout.Q5_K, Layout.Q6_K], ids=lambda layout: layout.name)
+def test_matmul_gives_a_row_the_same_bits_among_so_many_that_codes_are_unpacked_first(
+    layout: Layout, pool: ThreadPool, two_threads: ThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localinfer.kernels.cpu.lower.matmul.ACTIVATION_BYTES_PER_BLOCK", 1 << 20)
+    shape, few = (37, 512), min(LEAST_ROWS.values()) - 1
+    weight = linear(pool, layout, random_weights(layout, shape, 27), shape)
+    x = random_rows(MOST_ROWS + LEAST_ROWS[layout] + 3, shape[1], 28)
+    wanted = run_rows(pool, [x], product(weight), [few] * (len(x) // few) + [len(x) % few])
+    assert_same_bits(run_rows(pool, [x], product(weight)), wanted)
+    assert_same_bits(run_rows(two_threads, [x], product(weight)), wanted)
 
 
 @pytest.mark.parametrize("layout", [Layout.BF16, Layout.Q8_0, Layout.Q4_K], ids=lambda layout: layout.name)
