@@ -7,7 +7,7 @@ Source: the processors of transformers 5.24.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, floor, sqrt
 from typing import Any
 
@@ -25,6 +25,7 @@ _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 """Tokens whose rows Ovis 2 keeps in the encoder's table, in its order."""
 _TILING = {"crop_to_patches": False, "min_patches": 1, "max_patches": 12}
+_TILES = {"crop_to_patches": True}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class SeeingFamily:
     """Texts are tokenized with the tokenizer's own beginning, as texts without pictures are."""
     frame: Callable[[str, str, str], str] | None = None
     """Completes a prompt: of its text, the token of a picture, and that of a beginning."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the published processor gives with every picture, so that what a file says of them is void."""
 
 
 def _qwen(settings: ProcessorSettings) -> Plan:
@@ -656,7 +659,11 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
     "gemma4": _GEMMA4,
     "gemma4_unified": replace(_GEMMA4, resizes_as_torch=True),
     "internvl": SeeingFamily(
-        _internvl, _CLIP | _TILING | {"size": 384}, ("context_image_token", "<IMG_CONTEXT>"), ("", "\n")
+        _internvl,
+        _CLIP | _TILING | {"size": 384},
+        ("context_image_token", "<IMG_CONTEXT>"),
+        ("", "\n"),
+        given=_TILES,
     ),
     "internvl_chat": SeeingFamily(
         _internvl_chat,
@@ -666,9 +673,13 @@ PICTURE_FAMILIES: dict[str, SeeingFamily] = {
     ),
     # Its template writes another token than the one that embeddings take the place of.
     "qianfan_ocr": SeeingFamily(
-        _internvl, _CLIP | _TILING | {"size": 384}, ("image_placeholder_token", "<image>"), ("", "\n")
+        _internvl,
+        _CLIP | _TILING | {"size": 384},
+        ("image_placeholder_token", "<image>"),
+        ("", "\n"),
+        given=_TILES,
     ),
-    "aya_vision": SeeingFamily(_aya, _CLIP | _TILING | {"size": 384}, ("image_token", "<image>")),
+    "aya_vision": SeeingFamily(_aya, _CLIP | _TILING | {"size": 384}, ("image_token", "<image>"), given=_TILES),
     "cohere2_vision": SeeingFamily(
         _cohere,
         _CLIP | _TILING | {"crop_to_patches": True, "size": 512, "patch_size": 16},

@@ -43,7 +43,7 @@ class PictureProcessor:
     std: tuple[float, float, float]
 
     def __init__(self, settings: ProcessorSettings, family: SeeingFamily) -> None:
-        picture = settings.picture.over(family.defaults)
+        picture = settings.picture.over(family.defaults).under(family.given)
         settings = ProcessorSettings(
             settings.model_type, settings.config, settings.processor, picture, settings.sound, settings.tokens
         )

@@ -55,6 +55,10 @@ class PartSettings:
         """The same settings over the values of a class."""
         return PartSettings(self.file, self._values, defaults)
 
+    def under(self, given: Mapping[str, Any]) -> "PartSettings":
+        """The same settings, but for those that are given."""
+        return PartSettings(self.file, {**self._values, **given})
+
     def get(self, key: str) -> Any:
         """The value as it is; None where there is none."""
         return self._values.get(key)

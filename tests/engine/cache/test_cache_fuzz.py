@@ -22,6 +22,7 @@ from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.engine.cache.block_pool import PagePool
 from localinfer.engine.cache.prefix_cache import CacheHints, PrefixCache
 from localinfer.engine.cache.sequence import SequenceCache
+from localinfer.engine.media import EmbeddingStore
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.cpu import guard
 from localinfer.storage import prompt_cache as disk_cache
@@ -51,6 +52,7 @@ class CacheOwner:
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
+        self.embeddings = EmbeddingStore()
 
     @property
     def pool(self) -> PagePool:

@@ -295,6 +295,15 @@ def test_patches_are_joined_as_the_processor_says(patch_size: Any) -> None:
     assert cut.num_rows == 5 * 3 - 1 and end == "[IMG_END]"
 
 
+@pytest.mark.parametrize("model_type", ["internvl", "qianfan_ocr", "aya_vision"])
+def test_what_the_processor_gives_with_every_picture_goes_before_its_files(model_type: str) -> None:
+    """Published folders of InternVL 3 say that pictures are not cut, and their processor cuts them."""
+    settings = HALVES | {"size": {"height": 56, "width": 56}, "max_patches": 4, "crop_to_patches": False}
+    processor = read_picture_processor(Folder({"model_type": model_type}, preprocessor_config=settings))
+    cuts = [piece for piece in processor.plan(120, 60) if not isinstance(piece, str)]
+    assert len(cuts) == 3, "two tiles and the whole"
+
+
 def test_clip_sizes_are_numbers_in_older_files() -> None:
     settings = {"size": 56, "crop_size": 56, "feature_extractor_type": "CLIPFeatureExtractor"}
     config = {"model_type": "llava", "vision_config": {"patch_size": 14}}

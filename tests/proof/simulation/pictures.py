@@ -7,14 +7,14 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.engine.media import Check, EmbeddingStore, MediaRun, PlacedMedia, media_ids
+from localinfer.engine.media import Check, EmbeddingStore, MediaRun, PlacedMedia, media_content, media_ids
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.types import FloatArray
 
 _SIZES = ((2, 3), (3, 4), (1, 9), (3, 3))
 """Rows and columns of pictures: all fit the smallest batch."""
 _SOUND_ROWS, _SHORT_ROWS = 7, 3
-"""The last are too few to be told from others, so that they are never found in the cache."""
+"""The last are so few that their ids alone do not tell them from others."""
 
 TokenIds = NDArray[np.int32]
 
@@ -97,8 +97,9 @@ def _gallery(width: int, sees_itself: bool, has_axes: bool) -> Gallery:
 
 def _run(index: int, rows: int, width: int, grid: tuple[int, int] | None, taken: int, *, sees_itself: bool) -> MediaRun:
     embeddings = np.random.default_rng(index).standard_normal((rows, width), np.float32)
-    ids = media_ids(b"simulated", bytes([index]), rows)
-    return MediaRun(ids, lambda check: embeddings, grid, taken, sees_itself, f"picture {index}")
+    named = b"simulated", bytes([index])
+    ids, content = media_ids(*named, rows), media_content(*named)
+    return MediaRun(ids, lambda check: embeddings, grid, taken, sees_itself, f"picture {index}", content=content)
 
 
 def shortened(gallery: Gallery, token_ids: TokenIds, system: int, recent: int) -> TokenIds:
