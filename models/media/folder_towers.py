@@ -664,7 +664,7 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         TowerFamily(
             "idefics3",
             _siglip_names(("vision_model", "connector"), {"connector.modality_projection.proj": "mm.model.fc"}),
-            _SIGLIP_CLASS | {"patch_size": 32},
+            _SIGLIP_CLASS | {"num_attention_heads": 16, "patch_size": 32},
             _idefics_fields,
         ),
     ),
@@ -719,7 +719,8 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
         epsilon="rms_norm_eps",
         marks=("visual_indicator_token_ids", OVIS_MARKS),
     ),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _GLM),
+    "glm_ocr": replace(_GLM, defaults=_GLM_CLASS | {"num_heads": 16}),
     "aya_vision": TowerFamily(
         "gated", _clip_names(_PROJECTOR_PARTS, GATED_PROJECTOR), _SIGLIP_CLASS | {"patch_size": 14}, _aya_fields
     ),
@@ -748,7 +749,7 @@ TOWER_FAMILIES: dict[str, TowerFamily] = {
     "minicpmv4_6": TowerFamily(
         "minicpmv4_6",
         _siglip_names(("vision_tower", "merger"), MINICPM_NAMES),
-        _SIGLIP_CLASS | {"num_attention_heads": 16, "patch_size": 14, "image_size": 980},
+        _SIGLIP_CLASS,
         _minicpm_fields,
     ),
     "clip": TowerFamily(

@@ -402,3 +402,14 @@ def test_linear_tables_take_the_two_nearest_entries() -> None:
     table = np.arange(4, dtype=np.float32).reshape(1, 4, 1)
     assert np.allclose(resized_table(table, (1, 2), Resize.LINEAR)[:, 0], [0.5, 2.5])
     assert np.allclose(resized_table(table, (1, 8), Resize.LINEAR)[:2, 0], [0.0, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads"),
+    [("idefics3", 16), ("smolvlm", 16), ("glm_ocr", 16), ("glm4v", 12), ("minicpmv4_6", 12), ("gemma3", 12)],
+)
+def test_heads_that_config_json_leaves_out_are_those_of_the_class(model_type: str, heads: int) -> None:
+    """Which no tensor tells."""
+    family = TOWER_FAMILIES[model_type]
+    settings = read_processor_settings(Folder({"model_type": model_type, "vision_config": {}}))
+    assert vision_settings(settings, family).integer(family.heads) == heads
