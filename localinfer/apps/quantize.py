@@ -86,6 +86,9 @@ def quantize(
         raise RequestError(f"there is no device {device!r}; wanted auto, cpu or cuda")
     gpu = calibration_device(device) if method in ("auto", "gptq", "awq") else None
     with contextlib.closing(open_model_file(source)) as file:
+        if isinstance(file, CheckpointModel) and file.adapter:
+            logger.warning("%s: the new file hears nothing, and is without the %s", file.path.name, file.adapter)
+            file.leave_out_adapter()
         check_target(file, Path(target))
         read = [*file.paths, *(path for path in (calibration, imatrix) if path is not None)]
         check_output(target, inputs=read)

@@ -25,7 +25,8 @@ ADAPTED_TYPES = ("granite_speech", "granite_speech_plus")
 """`model_type` of models that run with their folder's adapter where there is sound, and without it elsewhere."""
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-_KEY = "checkpoint.adapter"
+ADAPTER_KEY = "checkpoint.adapter"
+"""Metadata that holds its settings, which is not GGUF's."""
 _AGAIN = "Download the folder again, or choose a copy of the model with a plain LoRA."
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _LITERAL = re.compile(r"[\w.]+")
@@ -91,7 +92,7 @@ def read_adapter(folder: CheckpointFolder, plan: Mapping[str, PlannedTensor]) ->
         f"LoRA of rank {', '.join(map(str, ranks))} on {', '.join(leaves)} ({len(pairs)} matrices, "
         f"{num_bytes / 1e6:,.1f} MB), applied to texts with sound and to no others"
     )
-    return Adapter(tensors, made, {_KEY: json.dumps(settings, sort_keys=True)}, description)
+    return Adapter(tensors, made, {ADAPTER_KEY: json.dumps(settings, sort_keys=True)}, description)
 
 
 def _check_kind(settings: Mapping[str, Any]) -> None:

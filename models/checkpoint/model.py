@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.adapter import read_adapter
+from localinfer.models.checkpoint.adapter import ADAPTER_KEY, read_adapter
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
@@ -27,6 +27,7 @@ from localinfer.models.checkpoint.late_families import prompt_metadata
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
+from localinfer.models.decoder.adapters import is_of_adapter
 from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, stored_form
@@ -182,6 +183,11 @@ class CheckpointModel(Closing):
     def replace_metadata(self, values: Mapping[str, SingleValue]) -> None:
         """Go on as if the folder said so; it is left as it is."""
         self.metadata = ReplacedMetadata(self.metadata, values)
+
+    def leave_out_adapter(self) -> None:
+        """Go on as if the folder had no adapter, as files that hold no sounds' encoders do."""
+        self.tensors = {name: record for name, record in self.tensors.items() if not is_of_adapter(name)}
+        self.metadata = {key: value for key, value in self.metadata.items() if key != ADAPTER_KEY}
 
     def tensor(self, name: str) -> TensorRecord:
         """Return a tensor's record. Raises: CorruptFileError if the model lacks it."""

@@ -350,6 +350,10 @@ def test_embed_types_adds_the_row_of_the_type_and_the_first_where_none_is_given(
         batch = Batch(ids, [Segment(0, ROWS, np.zeros(1, np.int64))], ids, types)
         assert_same_bits(program.run(batch).copy(), x + rows[types])
         assert_same_bits(program.run(replace(batch, token_types=None)).copy(), x + rows[0])
+        tape.embed_types(buffer, table(rows), adds=False)
+        tape.select_output(out, buffer)
+        program = lower_to_cpu(tape.finish(out), threads, NO_CACHE, max_batch_rows=ROWS)
+        assert_same_bits(program.run(batch).copy(), rows[types])
 
 
 def test_select_output_copies_the_rows_asked_for_in_their_order(pool: ThreadPool, two_threads: ThreadPool) -> None:

@@ -389,6 +389,16 @@ def test_types_of_tokens_are_looked_up_and_biases_by_distance_are_refused_by_nam
     with pytest.raises(RequestError, match="token type 2"):
         program.run(replace(batch, token_types=2 * types))
 
+    def multiplied(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
+        factors = tape.buffer("factors", 1)
+        tape.embed_types(factors, Weights(device).table(np.array([[0], [1]], np.float32)), adds=False)
+        tape.multiply(x, x, factors)
+        return x
+
+    graph = graph_of(values, multiplied, Weights(device))
+    program = lower_to_cuda(graph, device, KVLayout("f32", LAYERS), max_batch_rows=4)
+    np.testing.assert_array_equal(program.run(batch), values * types[:, None])
+
     def biased(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
         shape = AttentionShape(1, 1, 32, 32, 0.25, bidirectional=True)
         out = tape.buffer("out", 32)

@@ -22,7 +22,8 @@ from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.storage.fingerprint import ModelIdentity
 from localinfer.storage.sessions import load_session, save_session
 from tests.models.media.conftest import MediaFolders
-from tests.support.checkpoint_files import safetensors_bytes
+from tests.support.checkpoint_files import Stored, safetensors_bytes
+from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
 
 SETTINGS: dict[str, Any] = {
     "peft_type": "LORA",
@@ -40,16 +41,13 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def _adapted(source: Path, target: Path, prefix: str = "base_model.model.language_model.model.") -> dict[str, Any]:
     """Copy a folder with a random adapter; returns its matrices by module."""
-    shutil.copytree(source, target, symlinks=True)
+    shutil.copytree(source, target)
     random, matrices, stored = np.random.default_rng(3), {}, {}
     with open_folder(source) as folder:
         shapes = {name.removesuffix(".weight"): one.shape for name, one in folder.tensors.items()}
     for module, shape in shapes.items():
         leaf = module.rpartition(".")[2]
-        if (
-            "language_model.layers." not in module.replace("model.model.", "model.")
-            or leaf not in SETTINGS["target_modules"]
-        ):
+        if "language_model." not in module or leaf not in SETTINGS["target_modules"]:
             continue
         rank = 3 if leaf == "o_proj" else 6
         a, b = random.normal(size=(rank, shape[1])) * 0.2, random.normal(size=(shape[0], rank)) * 0.2
@@ -71,6 +69,20 @@ def _merged(source: Path, target: Path, matrices: Mapping[str, Any]) -> None:
         product = scale * b.astype(np.float64) @ a.astype(np.float64)
         tensors[f"{module}.weight"] = (tensors[f"{module}.weight"] + product).astype(np.float32)
     (target / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+
+
+def _quantized(source: Path, target: Path) -> None:
+    """Copy a folder with one matrix in 4 bits."""
+    shutil.copytree(source, target)
+    with open_folder(source) as folder:
+        tensors: dict[str, Stored] = {name: np.array(folder.array(name)) for name in folder.tensors}
+    module = next(name for name in tensors if name.endswith("layers.1.self_attn.q_proj.weight")).removesuffix(".weight")
+    codes = random_codes(np.random.default_rng(2), np.asarray(tensors.pop(f"{module}.weight")).shape)
+    tensors |= in_module(module, gptq_tensors(codes))
+    (target / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def _engine(path: Path, **options: Any) -> Engine:
@@ -111,6 +123,24 @@ def test_texts_with_sound_run_with_the_adapter_and_others_without(folders: tuple
     assert np.square(adapted - merged).sum() / np.square(merged).sum() < 1e-9
     assert np.square(adapted - plain).sum() / np.square(plain).sum() > 1e-2
     assert texts[0].tobytes() == texts[1].tobytes()
+
+
+def test_matrices_in_few_bits_keep_theirs(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """The adapter's own stay as they are, so that an adapter of nothing changes nothing."""
+    _quantized(folders[0], tmp_path / "plain")
+    _quantized(folders[1], tmp_path / "adapted")
+    shutil.copytree(tmp_path / "adapted", tmp_path / "zero")
+    settings = {**SETTINGS, "lora_alpha": 1e-30, "alpha_pattern": {}}
+    (tmp_path / "zero" / ADAPTER_CONFIG).write_text(json.dumps(settings))
+    found, texts = [], []
+    for name in ("plain", "zero", "adapted"):
+        engine = _engine(tmp_path / name, threads=1)
+        found.append(engine.logits(*_heard(engine._model.config.hidden_size)))
+        texts.append(engine.logits(WORDS).tobytes())
+        engine.close()
+    assert np.array_equal(found[0], found[1])
+    assert np.square(found[2] - found[0]).sum() / np.square(found[0]).sum() > 1e-2
+    assert len(set(texts)) == 1
 
 
 def test_both_kinds_share_a_batch_and_nothing_of_the_cache(adapted: Engine, tmp_path: Path) -> None:
@@ -202,6 +232,9 @@ def test_what_is_no_plain_adapter_is_refused_by_name(folders: tuple[Path, Path, 
     path = tmp_path / "model"
     shutil.copytree(folders[1], path)
     with open_checkpoint(path) as file:
+        names = set(file.tensors)
+        file.leave_out_adapter()
+        assert len(names) - len(file.tensors) == 3 * 15 + 1
         assert file.adapter.startswith("LoRA of rank 3, 6 on down_proj, k_proj, o_proj, q_proj, v_proj (15 matrices")
     for change, words in REFUSED:
         (path / ADAPTER_CONFIG).write_text(json.dumps(SETTINGS | change))
