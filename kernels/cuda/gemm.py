@@ -62,6 +62,8 @@ class Shape:
     """The last position in the cache of each row's segment in the batch."""
     token_types: int = 0
     """For models that have some."""
+    is_typed: bool = True
+    """True if some row's type is not 0."""
     media: MediaShape | None = None
     """Pictures and sounds; None for words at their own positions."""
 

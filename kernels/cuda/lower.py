@@ -68,12 +68,15 @@ def lower_to_cuda(
     tape = CudaTape(graph, device, kv_layout, max_rows, shared)
     if max_summed_tokens:
         tape.page_sums = PageSums(tape.memory, max_batch_rows, -(-max_summed_tokens // kv_layout.page_tokens))
-    for op in graph.ops:
+    for number, op in enumerate(graph.ops):
         if type(op) not in LOWER:
             raise UnsupportedFormatError(
                 f"this model has {type(op).__name__}, which device 'cuda' does not run; take 'cpu' (--device cpu)"
             )
+        first, quantized = len(tape.ops), dict(tape.quantized)
         LOWER[type(op)](tape, op)
+        if number in graph.typed_ops:
+            tape.leave_out(first, quantized)
     tape.read(graph.output)
     limits = BatchLimits(
         max_batch_rows,

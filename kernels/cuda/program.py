@@ -79,7 +79,7 @@ class CudaProgram:
         self._samples = samples
         self._page_sums = page_sums
         self._choice = TokenChoice(self._device, *logits, max(limits.max_output_rows, SMALL_ROWS) if samples else 0)
-        self._replays: dict[tuple[int, int, int, int, MediaShape | None, SampleMode], Callable[[], None]] = {}
+        self._replays: dict[tuple[int, int, int, int, MediaShape | None, bool, SampleMode], Callable[[], None]] = {}
         self._logits = np.empty((limits.max_output_rows, logits[2]), np.float32)
         most = _padded(limits.max_rows)
         sizes = [1 << power for power in range(SMALL_ROWS.bit_length()) if 1 << power < most]
@@ -125,7 +125,7 @@ class CudaProgram:
         if max(shape.batch_rows, shape.output_rows) > SMALL_ROWS:
             self._device.run(self._steps(stage, shape, chosen))
             return
-        key = (stage, shape.batch_rows, shape.output_rows, shape.num_chunks, shape.media, chosen)
+        key = (stage, shape.batch_rows, shape.output_rows, shape.num_chunks, shape.media, shape.is_typed, chosen)
         if key not in self._replays:
             steps = self._steps(stage, shape, chosen)
             if not steps:
@@ -231,13 +231,14 @@ class CudaProgram:
             words["sum_targets"][max(row, end - SUMMED_ROWS) : end] = targets[index]
             longest = max(longest, int(kept[end - 1]) + 1)
             row = end
+        is_typed = batch.token_types is not None and bool(batch.token_types.any())
         if batch.token_types is not None:
             words["token_types"][:rows] = batch.token_types
         self._device.write(address, numbers if media is None else whole)
         chunks = _FEWEST_CHUNKS
         while chunks * _CHUNK < longest:
             chunks *= 2
-        shape = _shape(_padded(rows), _padded(outputs), chunks, capacity, address)
+        shape = replace(_shape(_padded(rows), _padded(outputs), chunks, capacity, address), is_typed=is_typed)
         if media is not None:
             shape = replace(shape, media=media)
         # Graphs are independent of the rows' sequences.

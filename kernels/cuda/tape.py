@@ -78,6 +78,18 @@ class CudaTape:
             self.written(buffer)
         return op
 
+    def leave_out(self, first: int, quantized: dict[int, Quantized]) -> None:
+        """Let ops from one on be left out of batches whose rows are all of type 0, so that none is joined with them.
+
+        quantized: what lay quantized before them.
+        """
+
+        def typed(build: Builder) -> Builder:
+            return lambda shape: build(shape) if shape.is_typed else iter(())
+
+        self.ops[first:] = [RecordedOp(typed(op.build)) for op in self.ops[first:]]
+        self.quantized = {index: place for index, place in self.quantized.items() if quantized.get(index) is place}
+
     def simple(
         self,
         kernel: str,

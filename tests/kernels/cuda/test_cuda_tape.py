@@ -398,6 +398,13 @@ def test_types_of_tokens_are_looked_up_and_biases_by_distance_are_refused_by_nam
     graph = graph_of(values, multiplied, Weights(device))
     program = lower_to_cuda(graph, device, KVLayout("f32", LAYERS), max_batch_rows=4)
     np.testing.assert_array_equal(program.run(batch), values * types[:, None])
+    assert not program.run(replace(batch, token_types=None)).any()
+    # Of ops that batches of type 0 may leave out: the factors and their product.
+    program = lower_to_cuda(
+        replace(graph, typed_ops=frozenset((1, 2))), device, KVLayout("f32", LAYERS), max_batch_rows=4
+    )
+    np.testing.assert_array_equal(program.run(batch), values * types[:, None])
+    np.testing.assert_array_equal(program.run(replace(batch, token_types=None)), values)
 
     def biased(tape: GraphBuilder, x: Buffer, linear: Linear) -> Buffer:
         shape = AttentionShape(1, 1, 32, 32, 0.25, bidirectional=True)
