@@ -2,8 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,11 @@ from localinfer.generation.chat.media_parts import read_media_part
 from localinfer.generation.chat.messages import Content, checked_content
 from localinfer.generation.compaction import COMPACT_AT
 from localinfer.generation.options import Constraint
+from localinfer.system.extras import require
 from localinfer.terminal import ModelOutput, Progress, check_text, describe_stats, neutralise_controls
 
 if TYPE_CHECKING:
+    from localinfer.apps.mcp.client import MCPServers
     from localinfer.apps.terminal.conversation import Conversation
     from localinfer.generation.stream import Stats, TextStream
     from localinfer.llm import LLM
@@ -66,6 +68,8 @@ _GIVE_ONE = "pass -p TEXT, or pipe it into standard input"
 @flag("--stats", "Report token counts, cache use and speed on stderr after every reply.")
 @flag("--continue continues", "Continue the saved conversation that was changed last.")
 @option("--session", "NAME", "Continue the saved conversation of this name, or begin it.", shell_complete=complete_name)
+@option("--mcp", "FILE", "Let the model call tools of the MCP servers in this file, when you confirm.")
+@option("--mcp-allow", "NAME", "Call this tool, or any of this server, unasked; may be repeated.", multiple=True)
 @flag("--no-history", "Keep nothing on disk: no conversation, no typed lines, no prompt cache.")
 def chat_command(
     options: LoadOptions,
@@ -83,6 +87,8 @@ def chat_command(
     continues: bool,
     session: str | None,
     no_history: bool,
+    mcp: str | None,
+    mcp_allow: tuple[str, ...],
     **sampling: Any,
 ) -> None:
     """Chat with a model.
@@ -93,6 +99,9 @@ def chat_command(
     localinfer chat -p "Review this"`. Exit code 3: the answer was cut, as stderr says. With --lines each line of a pipe
     is a message of one conversation instead. With --continue or --session NAME, that message continues a saved
     conversation, and is saved in it with its answer.
+
+    --mcp FILE starts the servers of a file {"mcpServers": {NAME: {"command": ..., "args": [...]} or {"url": ...}}}
+    for the chat (needs `pip install 'localinfer[mcp]'`). With -p nobody is asked, and calls need --mcp-allow.
 
     Conversations on a terminal are saved after every reply; 'localinfer sessions' lists, exports and deletes them.
     """
@@ -110,7 +119,7 @@ def chat_command(
         elif no_history:
             options["disk_cache"] = False
         message = read_message(prompt, files, media)
-        with load_with(options) as llm:
+        with started_servers(mcp, mcp_allow) as servers, load_with(options) as llm:
             answer_once(
                 llm,
                 message,
@@ -121,6 +130,8 @@ def chat_command(
                 saved=None if saving is None else saving.saved,
                 save=None if saving is None else saving.save,
                 context_shift=context_shift,
+                servers=servers,
+                allowed_calls=mcp_allow,
                 **sampling,
             )
         return
@@ -128,7 +139,9 @@ def chat_command(
     from localinfer.apps.terminal.loop import run_chat
 
     saving = begin_saving(options, continues=continues, session=session, system=system, no_history=no_history)
-    with load_with(options) as llm:
+    with started_servers(mcp, mcp_allow) as servers, load_with(options) as llm:
+        if servers is not None:
+            servers.wait()
         run_chat(
             llm,
             system=system,
@@ -139,9 +152,26 @@ def chat_command(
             describe_error=lambda error: in_options(str(error), chat_command),
             saving=saving,
             context_shift=context_shift,
+            servers=servers,
+            allowed_calls=mcp_allow,
             pin_cache=True,
             **sampling,
         )
+
+
+@contextmanager
+def started_servers(config: str | None, allowed: Sequence[str]) -> "Iterator[MCPServers | None]":
+    """The MCP servers of a file, which start while the model is loaded, and end with it. Raises: RequestError."""
+    if config is None:
+        if allowed:
+            raise RequestError("--mcp-allow is for tools of MCP servers; add --mcp FILE")
+        yield None
+        return
+    require("mcp", "--mcp")
+    from localinfer.apps.mcp.client import MCPServers, read_config
+
+    with MCPServers(read_config(config)) as servers:
+        yield servers
 
 
 @dataclass(frozen=True)
@@ -211,27 +241,39 @@ def answer_once(
     saved: "SavedConversation | None" = None,
     save: "Callable[[SavedConversation], None] | None" = None,
     seed: int | None = None,
+    servers: "MCPServers | None" = None,
+    allowed_calls: Sequence[str] = (),
     **options: Any,
 ) -> None:
     """Print the answer to a message on stdout as it is generated, with a newline at its end, and nothing else.
 
     saved, save: a conversation that it continues, and the function that saves it; without one, nothing is kept.
+    servers, allowed_calls: MCP servers, and what the model may call of them; other calls are refused.
     Raises: click's Exit with EXIT_CUT if the answer was cut, told on stderr; ContextLengthError with the tokens of each
         part if the message does not fit the context; RequestError if the conversation waits for the result of a call.
     """
     from localinfer.apps.terminal.conversation import Conversation
 
     conversation = Conversation(llm, system=system, max_tokens=max_tokens, seed=seed, saved=saved, save=save, **options)
-    if calls := conversation.open_calls:
+    if waiting := conversation.open_calls:
         raise RequestError(
-            f"the conversation waits for the result of a call of {calls[0].name}, and not for a message; resume it "
+            f"the conversation waits for the result of a call of {waiting[0].name}, and not for a message; resume it "
             "by `localinfer chat --continue`"
         )
     conversation.on_messages_dropped = _tell_dropped
     conversation.on_compaction = _tell_compaction
     conversation.compact_at = None if saved is None else COMPACT_AT
+    calls = None
+    if servers is not None:
+        from localinfer.apps.terminal.mcp_calls import MCPCalls
+
+        servers.wait()
+        calls = MCPCalls(servers, allowed_calls, lambda text: click.echo(neutralise_controls(text), err=True))
+        calls.offer(conversation)
     try:
-        _print_answer(conversation, message.content, shows_reasoning=show_reasoning)
+        _print_answer(conversation, conversation.reply(message.content), shows_reasoning=show_reasoning)
+        while calls is not None and calls.answer(conversation):
+            _print_answer(conversation, conversation.regenerate(), shows_reasoning=show_reasoning)
     except ContextLengthError:
         raise _too_long(conversation, message) from None
     last_stats = conversation.last_stats
@@ -252,8 +294,8 @@ def _tell_compaction(before: int, after: int | None) -> None:
         )
 
 
-def _print_answer(conversation: "Conversation", content: Content, *, shows_reasoning: bool) -> None:
-    """Send a message and print its reply."""
+def _print_answer(conversation: "Conversation", reply: Generator[str], *, shows_reasoning: bool) -> None:
+    """Print a reply as it comes."""
     output = ModelOutput(sys.stdout, is_terminal=sys.stdout.isatty())
     thoughts = ModelOutput(sys.stderr, is_terminal=sys.stderr.isatty())
     num_thoughts = 0
@@ -274,7 +316,7 @@ def _print_answer(conversation: "Conversation", content: Content, *, shows_reaso
 
         conversation.on_stream, conversation.on_reasoning = begin, think
         try:
-            with closing(conversation.reply(content)) as deltas:
+            with closing(reply) as deltas:
                 for delta in deltas:
                     reading.close()
                     if delta:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,6 +20,7 @@ from localinfer.apps.terminal.conversation_commands import (
     edit_in_editor,
 )
 from localinfer.apps.terminal.display_width import wrap_words
+from localinfer.apps.terminal.mcp_calls import Confirm, MCPCalls
 from localinfer.apps.terminal.model_commands import LoadModel, OptionCommands, SetCommand, ShowCommand
 from localinfer.apps.terminal.reply_output import ReplyOutput, show_last_exchange
 from localinfer.errors import RequestError, SessionFileError
@@ -27,6 +28,7 @@ from localinfer.system import interruption
 from localinfer.terminal import check_text, dim, neutralise_controls
 
 if TYPE_CHECKING:
+    from localinfer.apps.mcp.client import MCPServers
     from localinfer.storage.conversations import ConversationStore
 
 __all__ = ["Chat", "Command", "Exit"]
@@ -48,8 +50,9 @@ class Chat:
     Replies go to `output`, everything else to `notices`. shows_stats: print the statistics of every reply after it.
     store: of saved conversations, for the commands; `conversation` saves itself. load_model, model_name: loads another
     model, and the name of the one that answers now. edit_text, copy_text: the user's editor and clipboard.
-    reply_output: how replies are printed, if not as they come. `on_model_change` is called with the name of another
-    model and the length of its context.
+    reply_output: how replies are printed, if not as they come. servers, allowed_calls, confirm: MCP servers, whose
+    tools the model may call: those allowed, by their names or their servers', and others where the user says so.
+    `on_model_change` is called with the name of another model and the length of its context.
     """
 
     def __init__(
@@ -65,6 +68,9 @@ class Chat:
         edit_text: EditText = edit_in_editor,
         copy_text: CopyText = copy_to_clipboard,
         reply_output: ReplyOutput | None = None,
+        servers: "MCPServers | None" = None,
+        allowed_calls: Iterable[str] = (),
+        confirm: Confirm | None = None,
     ) -> None:
         self.conversation = conversation
         self.store = store
@@ -76,6 +82,7 @@ class Chat:
         self._context = ContextCommands(self, shows_stats=shows_stats)
         self._options = OptionCommands(self, load_model, model_name)
         saving = SessionCommands(self, store)
+        self._mcp = None if servers is None else MCPCalls(servers, allowed_calls, self.notice, confirm)
         conversation.on_reasoning = self.reply_output.write_reasoning
         conversation.on_messages_dropped = self._context.report_dropped
         conversation.on_compaction = self._context.report_compaction
@@ -91,6 +98,7 @@ class Chat:
             *self._context.commands(),
             *saving.commands(),
             *CopyCommand(self, copy_text).commands(),
+            *(() if self._mcp is None else self._mcp.commands()),
             Command("/clear", "clear the conversation", lambda _: self.start_anew()),
             Command("/exit", "exit", self._exit),
         )
@@ -154,7 +162,18 @@ class Chat:
         return True
 
     def print_reply(self, reply: Generator[str]) -> None:
-        """Print a reply as it comes; Ctrl-C stops it."""
+        """Print a reply as it comes, and those behind the results of its calls; Ctrl-C stops it."""
+        self._print(reply)
+        while self._mcp is not None and self._mcp.answer(self.conversation):
+            self._print(self.conversation.regenerate())
+        self._options.show_calls()
+
+    def offer_tools(self) -> None:
+        """Tell the model of the tools of MCP servers."""
+        if self._mcp is not None:
+            self._mcp.offer(self.conversation)
+
+    def _print(self, reply: Generator[str]) -> None:
         output = self.reply_output
         with output.printing():
             try:
@@ -169,7 +188,6 @@ class Chat:
                     kept = "the partial reply stays in the conversation, and /continue completes it"
                 self.notice(f"stopped: {kept}")
         self._context.report_reply()
-        self._options.show_calls()
 
     def print_aside(self, text: Generator[str]) -> None:
         """Print what is no reply, as reasoning is printed; Ctrl-C stops it."""

@@ -320,9 +320,9 @@ class Conversation:
         if self.saved is not None:
             self.saved = replace(self.saved, model=name)
 
-    def add_result(self, text: str) -> bool:
+    def add_result(self, content: Content) -> bool:
         """Add the result of the first open call; return whether every call has one now."""
-        self._turns = [*self._turns, result_turn(self.open_calls[0], text)]
+        self._turns = [*self._turns, {**result_turn(self.open_calls[0], ""), "content": checked_content(content)}]
         self._used = None
         return not self.open_calls
 

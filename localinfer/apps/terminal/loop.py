@@ -42,6 +42,7 @@ from localinfer.system.folders import user_folder
 from localinfer.terminal import dim, has_colour, neutralise_controls
 
 if TYPE_CHECKING:
+    from localinfer.apps.mcp.client import MCPServers
     from localinfer.llm import LLM
 
 
@@ -184,13 +185,15 @@ def run_chat(
     load_model: LoadModel | None = None,
     describe_error: Callable[[LocalinferError], str] = str,
     saving: SavedChat | None = None,
+    servers: "MCPServers | None" = None,
+    allowed_calls: Iterable[str] = (),
     **sampling: Any,
 ) -> None:
     """Chat until the input ends: with line editing on a terminal, one message per line from a pipe.
 
     model_name, load_model: the model's name, and what loads another. describe_error: formats an error for the terminal.
     saving: the conversation to continue, which a terminal saves after every reply, and a pipe never; None: nothing is
-    kept, typed lines neither.
+    kept, typed lines neither. servers, allowed_calls: as `Chat` has them.
     Raises: LocalinferError for a message that cannot be answered, from a pipe only; a terminal shows it and continues.
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -201,6 +204,7 @@ def run_chat(
     )
     conversation.compact_at = COMPACT_AT
     options: dict[str, Any] = {"shows_stats": stats, "model_name": model_name, "load_model": load_model}
+    options |= {"servers": servers, "allowed_calls": allowed_calls}
     if not is_terminal:
         _run_lines(Chat(conversation, sys.stdout, sys.stderr, **options))
         return
@@ -213,6 +217,7 @@ def run_chat(
 
 def _run_lines(chat: Chat) -> None:
     try:
+        chat.offer_tools()
         for line in sys.stdin:
             chat.handle(line.rstrip("\r\n"))
         chat.end_input()
@@ -243,6 +248,8 @@ class TerminalChat:
         model_name: str | None,
         load_model: LoadModel | None,
         shows_stats: bool,
+        servers: "MCPServers | None",
+        allowed_calls: Iterable[str],
     ) -> None:
         self._history: History = InMemoryHistory() if saving is None else open_history()
         self._keystrokes = keystrokes
@@ -275,6 +282,9 @@ class TerminalChat:
             model_name=model_name,
             edit_text=self._edit,
             reply_output=self._replies,
+            servers=servers,
+            allowed_calls=allowed_calls,
+            confirm=self._confirm,
         )
         self._chat.on_model_change = self._show_model
 
@@ -283,6 +293,7 @@ class TerminalChat:
         session = self._prompt_session()
         model = f"{self._status.model_name}: {self._conversation.context_length:,} tokens of context"
         self._chat.notice(f"{model}. /help lists commands, Ctrl-D exits")
+        self._chat.offer_tools()
         if self._is_live:
             self._output.write("\n")
             self._typed.begin(self._keystrokes.typed_before())
@@ -315,6 +326,18 @@ class TerminalChat:
             return edit_in_editor(text)
         finally:
             self._keystrokes.hold()
+
+    def _confirm(self, question: str) -> str | None:
+        """Ask the user something between two replies; None where the question was left."""
+        session: PromptSession[str] = PromptSession(question, reserve_space_for_menu=0)
+        try:
+            answer = session.prompt()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        self._keystrokes.mark_pastes()
+        if self._is_live:
+            self._typed.press_all(get_typeahead(session.input))
+        return answer
 
     def _show_model(self, model: str | None, _context_length: int) -> None:
         """Name the model that answers from now on in the status line."""

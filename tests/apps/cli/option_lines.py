@@ -275,6 +275,8 @@ BAD = {
         --regex (
         --session \udcff
         --session no/such/-session --no-history
+        -p Hi --mcp no-such-file
+        -p Hi --mcp-allow look
         --continue --session x
         --continue=maybe
         --no-history=maybe
@@ -484,6 +486,7 @@ BAD = {
         --port 0 --no-socket --isolate-cache
         --strict-model=maybe
         --move-volatile-head=maybe
+        --compact=maybe
         --idle-unload -1
         --memory-limit none
         --max-generations 0

@@ -144,15 +144,15 @@ SERVE = ("concurrency", "requests", "slo_ttft", "slo_itl")
 ELSEWHERE = {
     "good": {
         *(("bench", name) for name in ("compare", "peer_python", "output", *SERVE)),
-        *(("chat", name) for name in ("images", "audios")),
+        *(("chat", name) for name in ("images", "audios", "mcp", "mcp_allow")),
         *(("compare", name) for name in ("images", "mmproj", "candidate_mmproj")),
         ("pull", "no_mmproj"),
     },
     "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "mcp", "cache")},
 }
 """Good values of the first want a peer, seconds of measuring or matplotlib, and are in test_bench.py and
-test_bench_serve.py; pictures want a model that reads them. A folder that cannot be written costs speed only, so the
-others warn of it."""
+test_bench_serve.py; pictures want a model that reads them, and MCP servers are in tests/apps/mcp. A folder that cannot
+be written costs speed only, so the others warn of it."""
 
 
 @pytest.mark.parametrize(("kind", "table"), [("good", GOOD), ("bad", BAD)])
