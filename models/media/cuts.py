@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.errors import RequestError
 from localinfer.models.media.folder_sizes import Size
 from localinfer.models.media.records import EncoderInput
+from localinfer.models.media.resizing import check_resized
 from localinfer.system.extras import require
 
 Box = tuple[int, int, int, int]
@@ -49,6 +51,16 @@ class Cut:
     """Columns and rows of patches that are kept of several tiles, from their middle."""
     marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Numbers of the encoder's marks before and behind it, whose rows count as its own."""
+
+    def __post_init__(self) -> None:
+        for size in self.resizes if self.canvas is None else (*self.resizes, self.canvas.size):
+            check_resized(size)
+        if self.num_rows < 1:
+            raise RequestError(
+                "no embedding would come of a picture by the sizes in the model's processor; wanted one at least. "
+                "Download the folder again",
+                field="image",
+            )
 
     @property
     def size(self) -> Size:

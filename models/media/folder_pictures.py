@@ -26,6 +26,7 @@ OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"
 """Tokens whose rows Ovis 2 keeps in the encoder's table, in its order."""
 _TILING = {"crop_to_patches": False, "min_patches": 1, "max_patches": 12}
 _TILES = {"crop_to_patches": True}
+_MOST_TILES_A_SIDE = 64
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ def _idefics(settings: ProcessorSettings) -> Plan:
     picture = settings.picture
     (edge,) = picture.edges("size", "longest_edge")
     (tile,) = picture.edges("max_image_size", "longest_edge")
+    if ceil(edge / tile) > _MOST_TILES_A_SIDE:
+        raise picture.wrong("max_image_size", f"a tile of which {_MOST_TILES_A_SIDE} at most make a side of {edge}")
     splits = picture.boolean("do_image_splitting")
     num_rows = _rows_of_processor(settings, "image_seq_len", "image_seq_len", 169)
     around = settings.token("fake_image_token", "<fake_token_around_image>")
@@ -475,9 +478,13 @@ def _llava_next(settings: ProcessorSettings) -> Plan:
     base = picture.square("size")
     patch = _tower_patch(settings)
     side = tile // patch
+    if not side:
+        raise picture.wrong("size", f"tiles of at least one patch of {patch} pixels")
     if settings.model_type != "llava_onevision":
         _check_selection(settings)
     pinpoints = _pinpoints(picture)
+    if min(map(min, pinpoints)) < tile:
+        raise picture.wrong("image_grid_pinpoints", f"sides of at least a tile of {tile} pixels")
     most = most_tiles(settings)
 
     def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:

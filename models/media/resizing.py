@@ -31,6 +31,20 @@ _PIXELS_A_STRIPE, _NUM_THREADS = 1 << 20, 2
 _f32 = np.float32
 
 
+def check_resized(size: Size, most: int = _MAX_AREA) -> None:
+    """Refuse a size that a picture would be resized to, with sides of more than `most` pixels or too large an area.
+
+    Raises: RequestError.
+    """
+    width, height = size
+    if not (0 < width <= most and 0 < height <= most and width * height <= _MAX_AREA):
+        raise RequestError(
+            f"the picture would be resized to {width} x {height} pixels for this model; wanted sides of 1 to {most} "
+            f"and at most {_MAX_AREA} pixels: crop it to a less extreme shape, or lower the limits of tokens",
+            field="image",
+        )
+
+
 @dataclass(frozen=True)
 class Fit:
     """A step: a picture is resized, and laid on a canvas where that is larger."""
@@ -47,14 +61,8 @@ class Fit:
     """Of the canvas around the picture."""
 
     def __post_init__(self) -> None:
-        for width, height in (self.content, self.canvas):
-            if not (0 < width <= _MAX_SIDE and 0 < height <= _MAX_SIDE and width * height <= _MAX_AREA):
-                raise RequestError(
-                    f"the picture would be resized to {width} x {height} pixels for this model; wanted sides of 1 to "
-                    f"{_MAX_SIDE} and at most {_MAX_AREA} pixels: crop it to a less extreme shape, or lower the limits "
-                    "of tokens",
-                    field="image",
-                )
+        for size in (self.content, self.canvas):
+            check_resized(size, _MAX_SIDE)
 
     def apply(self, picture: Pixels) -> Pixels:
         """Resize a picture, and lay it on the canvas."""

@@ -32,9 +32,15 @@ class Folder:
     def read(cls, path: Path, **picture: Any) -> "Folder":
         """The files of a folder, with other settings of its pictures."""
         files = {name.stem: json.loads(name.read_text()) for name in path.glob("*.json") if name.stem != "tokenizer"}
-        part = files.get("preprocessor_config") or files["processor_config"]["image_processor"]
-        part |= picture
-        return cls(files.pop("config"), **files)
+        return cls(files.pop("config"), **files).but(**picture)
+
+    def but(self, **picture: Any) -> "Folder":
+        """The same files with other settings of its pictures."""
+        older, whole = self._files.get("preprocessor_config"), self._files.get("processor_config", {})
+        if older is not None:
+            return Folder(self.config, **{**self._files, "preprocessor_config": {**older, **picture}})
+        part = {**whole["image_processor"], **picture}
+        return Folder(self.config, **{**self._files, "processor_config": {**whole, "image_processor": part}})
 
     def json(self, name: str) -> dict[str, Any] | None:
         """One of the files."""

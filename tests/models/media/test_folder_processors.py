@@ -439,3 +439,36 @@ def test_digests_tell_what_is_kept_apart() -> None:
     entries = [EncoderInput(False, values, 4, None, 4, kept=kept) for kept in (None, (1, 4), (4, 1))]
     entries.append(EncoderInput(False, values, 4, None, 4, marks=((0,), ())))
     assert len({PreparedMedia.from_pieces([entry]).digest for entry in entries}) == 4
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    None, -1, 0, 1, 3, 1 << 20, 1 << 40, 1e308, float("nan"), "x", [], {}, [0, 0], True, [[1, 1]], [[65536, 65536]] * 3,
+    {"height": 1, "width": 1}, {"height": 1 << 16, "width": 1 << 16}, {"shortest_edge": 1 << 30, "longest_edge": 1},
+)  # fmt: skip
+SHAPES = [(1, 1), (100_000, 1), (1, 65536), (4032, 3024), (7, 333)]
+
+
+@pytest.mark.parametrize("name", SEE)
+def test_settings_of_any_value_are_refused_or_make_pictures_of_bounded_size(
+    media_folders: MediaFolders, name: str
+) -> None:
+    """Where a file says nonsense, or a picture has an extreme shape."""
+    base = Folder.read(media_folders.path(name))
+    keys = {"size", "crop_size", *PICTURE_FAMILIES.get(base.config["model_type"], PICTURE_FAMILIES["clip"]).defaults}
+    for key in sorted(keys):
+        for value in ODD_VALUES:
+            try:
+                processor = read_picture_processor(base.but(**{key: value}))
+            except (CorruptFileError, UnsupportedFormatError) as error:
+                assert "\n" not in str(error)
+                continue
+            for width, height in SHAPES:
+                try:
+                    pieces = processor.plan(width, height)
+                except RequestError as error:
+                    assert "\n" not in str(error)
+                    continue
+                cuts = [piece for piece in pieces if not isinstance(piece, str)]
+                assert 0 < len(cuts) <= 1 << 13 and all(cut.num_rows > 0 for cut in cuts)
+                sizes = [size for cut in cuts for size in (*cut.resizes, cut.size)]
+                assert all(min(size) > 0 and size[0] * size[1] <= 1 << 28 for size in sizes)
