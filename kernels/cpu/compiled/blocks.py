@@ -17,18 +17,17 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     fifth = tile.load_bits(codes, 256) if layout in (Layout.Q5_0, Layout.Q5_1) else None
 
     if layout is Layout.Q8_0:
-        dots = [tile.biased_start(record) for record in records]
+        sums = tile.sums([tile.biased_start(record) for record in records])
         for j in range(8):
             tile.prefetch(block, sizes.unit_bytes, j, 8)
-            loaded = tile.load_codes(codes, j)
-            dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
+            chosen = j // 4 % len(sums)
+            sums[chosen] = tile.dot(sums[chosen], tile.load_codes(codes, j), column, 4 * j, emit.dot_biased)
     else:
         if layout in (Layout.Q4_0, Layout.Q5_0):
             shift = 0 if layout is Layout.Q4_0 else 1
-            dots = [tile.started_from(record, MINUS_8_SUM, shift) for record in records]
+            sums = tile.sums([tile.started_from(record, MINUS_8_SUM, shift) for record in records])
         else:
-            dots = tile.unsigned_starts(block)
-        upper = [emit.zeros(I32)] * len(dots)
+            sums = tile.sums(tile.unsigned_starts(block))
         for halves, again in tile.halves():
             for j in range(4):
                 tile.prefetch(block, sizes.unit_bytes, j, 4)
@@ -38,12 +37,9 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
                     nibbles = both[half]
                     if fifth is not None:
                         nibbles = emit.builder.or_(nibbles, tile.column_bits(fifth, 0, 1, 4 * half + j, 4))
-                    if half and tile.keeps_places:
-                        upper = tile.dot(upper, nibbles, column, 16 + 4 * j)
-                    else:
-                        dots = tile.dot(dots, nibbles, column, 16 * half + 4 * j)
-        if tile.keeps_places:
-            dots = [emit.builder.add(dot, more) for dot, more in zip(dots, tile.whole(upper), strict=True)]
+                    chosen = half % len(sums)
+                    sums[chosen] = tile.dot(sums[chosen], nibbles, column, 16 * half + 4 * j)
+    dots = tile.joined(sums)
     totals = tile.add_dots(totals, dots, scale, records)
     if layout in (Layout.Q4_1, Layout.Q5_1):
         totals = tile.add_minimums(totals, tile.floats(header, 32), records)
@@ -76,18 +72,20 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
             ]
         else:
             dots = [tile.started(b.mul(zero, tile.minus_sum(record))) for record in records]
-        vectors = block_bytes // 64
+        vectors, sums = block_bytes // 64, tile.sums(dots)
         for halves, again in tile.halves(1 if is_byte else 2):
             for j in range(vectors):
                 tile.prefetch(block, sizes.unit_bytes // blocks, j, vectors)
                 loaded = tile.load_codes(again(codes), j)
                 if is_byte:
-                    dots = tile.dot(dots, loaded, column, 4 * j, emit.dot_biased)
+                    chosen = j // 4 % len(sums)
+                    sums[chosen] = tile.dot(sums[chosen], loaded, column, 4 * j, emit.dot_biased)
                     continue
                 both = tile.nibbles(loaded, j)
                 for half in halves:
-                    dots = tile.dot(dots, both[half], column, 16 * half + 4 * j)
-        return tile.add_dots(totals, dots, scale, records)
+                    chosen = half % len(sums)
+                    sums[chosen] = tile.dot(sums[chosen], both[half], column, 16 * half + 4 * j)
+        return tile.add_dots(totals, tile.joined(sums), scale, records)
 
     if blocks == 1:
         return list(block_body(emit.i64(0), totals))

@@ -442,7 +442,12 @@ class Emitter:
         return self.isa in (ISA.AVX512_VNNI, ISA.AVX_VNNI)
 
     def lookup(self, table: Sequence[int], codes: Value) -> Value:
-        """Bytes of a table of sixteen, chosen by 64 codes 0..15; with NEON by any number that fills registers."""
+        """Bytes of a table of sixteen, chosen by 64 codes 0..15; with NEON by any number that fills registers.
+
+        Where `has_byte_permutes`, upper bits of codes may be any.
+        """
+        if self.has_byte_permutes:
+            return self.call("llvm.x86.avx512.permvar.qi.512", vector(I8, 64), [self._bytes(table, 4), codes])
         if self.isa is ISA.AVX512_VNNI:
             return self.call("llvm.x86.avx512.pshuf.b.512", vector(I8, 64), [self._bytes(table, 4), codes])
         if self.isa in (ISA.AVX_VNNI, ISA.AVX2):

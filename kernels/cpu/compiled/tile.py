@@ -29,8 +29,8 @@ SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
 _SUPER_BLOCK_LAYOUTS = tuple(layout for layout in Layout if SIZES[layout].unit == 256)
 
 
-_ROWS_IN_PLACE = {Layout.Q4_0: 1, Layout.Q4_1: 1, Layout.Q4_K: 1}
-"""Most activation rows for which shifting sums takes less than shifting the nibbles that they are of."""
+_IN_PLACE = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K, Layout.INT4_32, Layout.INT4_64, Layout.INT4_128)
+"""Layouts of which one row takes upper nibbles where they are; more would have a sum each to shift."""
 
 WHOLE = 0x4B400000
 """Bits of the float32 3 * 2**22, whose last bits count whole numbers."""
@@ -95,7 +95,7 @@ class Tile:
         """A byte has a whole code of five or six bits, and bits of another one."""
         self.has_byte_planes = isa.shares_bytes() and layout is Layout.IQ4_XS
         """Numbers of sixteen rows that scales are made of lie byte by byte."""
-        self.keeps_places = emit.multiplies_unsigned and self.num_rows <= _ROWS_IN_PLACE.get(layout, 0)
+        self.keeps_places = emit.multiplies_unsigned and self.num_rows == 1 and layout in _IN_PLACE
         """Upper nibbles are multiplied where they are, as 16 times the code, and the sum is shifted: see `whole`."""
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
@@ -187,6 +187,22 @@ class Tile:
         low, high = (self._shared(registers[half::2], vector_number) for half in range(2))
         return low, high
 
+    def sums(self, starts: list[Value]) -> list[list[Value]]:
+        """Dot products of a block in the making: one sum for each half of it where there is one row, else one for both.
+
+        A product waits for the one before it in its sum, and one row has no other sums to go on with. Takes products
+        of half h as sums[h % len(sums)]; `joined` has the dot products.
+        """
+        if self.num_rows > 1 or not self.emit.multiplies_unsigned:
+            return [starts]
+        return [starts, [self.emit.zeros(I32)]]
+
+    def joined(self, sums: list[list[Value]]) -> list[Value]:
+        """The dot products of `sums`."""
+        if len(sums) == 1:
+            return sums[0]
+        return [self.emit.builder.add(*both) for both in zip(sums[0], self.whole(sums[1]), strict=True)]
+
     def whole(self, dots: list[Value]) -> list[Value]:
         """Dot products of upper nibbles alone, from sums of 16 times as much where they were multiplied in place."""
         if not self.keeps_places:
@@ -200,6 +216,13 @@ class Tile:
 
     def _shared(self, registers: list[Value], vector_number: int) -> Value:
         return self.emit.join([codes for shared in registers for codes in (self.low(shared), shared)])
+
+    def indices(self, loaded: Value) -> tuple[Value, Value]:
+        """The lower and the upper nibbles of bytes for `Emitter.lookup`, with other bits above where it takes any."""
+        if not self.emit.has_byte_permutes:
+            return self.low(loaded), self.high(loaded)
+        words = self.emit.bitcast(loaded, vector(I32))
+        return loaded, self.emit.bitcast(self.emit.builder.lshr(words, self.constant(I32, 4)), loaded.type)
 
     def low(self, codes: Value) -> Value:
         return self.emit.builder.and_(codes, self.emit.splat_constant(I8, 15, codes.type.count))
