@@ -196,6 +196,7 @@ class TextPooler:
                 if piece.text.sequence is None:
                     piece.text.sequence = cache.open()
                     piece.text.sequence.media = piece.text.media
+                    piece.text.sequence.row_type = self._engine.row_type(piece.text.token_ids)
                 sequences.append(piece.text.sequence)
             ids = [piece.text.token_ids[piece.start : piece.stop] for piece in batch]
             types = _token_types(batch)

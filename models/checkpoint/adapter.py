@@ -17,7 +17,8 @@ import numpy as np
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.checkpoint.changes import RowOrder
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor
-from localinfer.models.decoder.adapters import ROW_TYPES, down_name, scale_name, up_name
+from localinfer.models.decoder.adapters import down_name, scale_name, up_name
+from localinfer.models.decoder.checked_weights import ROW_TYPES
 from localinfer.quant.checkpoint.folder import CheckpointFolder, StoredTensor
 from localinfer.types import FloatArray, is_finite_number
 

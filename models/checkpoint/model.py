@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.errors import CorruptFileError, TokenizerError, UnsupportedFormatError
-from localinfer.models.checkpoint.adapter import ADAPTER_KEY, read_adapter
+from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError, UnsupportedFormatError
+from localinfer.models.checkpoint.adapter import ADAPTER_FILE, ADAPTER_KEY, read_adapter
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
@@ -27,7 +27,7 @@ from localinfer.models.checkpoint.late_families import prompt_metadata
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
 from localinfer.models.checkpoint.text_modules import read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
-from localinfer.models.decoder.adapters import is_of_adapter
+from localinfer.models.decoder.checked_weights import is_of_adapter
 from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX
 from localinfer.quant.checkpoint.folder import CheckpointFolder, open_folder
 from localinfer.quant.checkpoint.groups import GroupedMatrix, stored_form
@@ -106,8 +106,11 @@ class CheckpointModel(Closing):
     """Changes of weights that do not stay as they are, and tensors that are not used."""
     adapter: str
     """An adapter that changes some texts, in words; empty without one."""
+    adapter_error: ModelFileError | None = None
+    """The reason why there is none, in a folder of such a model."""
 
-    def __init__(self, folder: CheckpointFolder) -> None:
+    def __init__(self, folder: CheckpointFolder, *, warns: bool = True) -> None:
+        """Read a folder, which is closed with it. warns: of tensors that are left aside."""
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
         settings = quantization_settings(folder)
@@ -121,7 +124,12 @@ class CheckpointModel(Closing):
             parameters = replace(parameters, ties_embeddings=None)
         self._folder = folder
         plan = plan_tensors(parts, parameters, self._are_equal)
-        adapter = read_adapter(folder, plan.tensors)
+        adapter = None
+        try:
+            adapter = read_adapter(folder, plan.tensors)
+        except ModelFileError as error:
+            # Texts run without it; sounds are refused by it.
+            self.adapter_error = type(error)(*error.args)
         self._plan = plan.tensors | ({} if adapter is None else adapter.tensors)
         self.adapter = "" if adapter is None else adapter.description
         other_parts = ", ".join(f"{part}: {count}" for part, count in part_names(plan.other_parts).items())
@@ -134,7 +142,7 @@ class CheckpointModel(Closing):
                 first_drafter,
             ),
         ):
-            if names:
+            if names and warns:
                 logger.warning(f"%s: {words}", folder.path.name, len(names), which)
         self._num_experts = parameters.metadata.get(f"{parameters.family.architecture}.expert_count", 1)
         self._forms: list[StoredForm] = []
@@ -169,6 +177,11 @@ class CheckpointModel(Closing):
         self.notices = tuple(str(form) for form in self.quantization if form.change) + tuple(asides)
         if self._reader is not None:
             self.notices += tuple(self._reader.notices)
+        if not self.adapter and self.adapter_error is None and (folder.path / ADAPTER_FILE).exists():
+            self.notices += (
+                f"its adapter ({ADAPTER_FILE}) is not applied; for its answers merge it into the weights "
+                "(merge_and_unload and save_pretrained of peft)",
+            )
         if plan.is_head_untied:
             self.notices += (
                 "its lm_head differs from the embedding and is used, although config.json says that they are one "
@@ -460,15 +473,15 @@ def _described(planned: PlannedTensor, type: TensorType, shape: tuple[int, ...])
     return TensorRecord(planned.name, type, shape)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointModel:
-    """Open a Hugging Face folder.
+def open_checkpoint(path: str | os.PathLike[str], *, warns: bool = True) -> CheckpointModel:
+    """Open a Hugging Face folder. warns: of tensors that are left aside.
 
     Raises: ModelFileError if it holds no model; UnsupportedFormatError if this version cannot run it; CorruptFileError
         if its files contradict each other.
     """
     folder = open_folder(path)
     try:
-        return CheckpointModel(folder)
+        return CheckpointModel(folder, warns=warns)
     except BaseException:
         folder.close()
         raise

@@ -6,15 +6,12 @@ them out of batches without type 1. A file has `NAME.adapter_a.weight` [rank, co
 rank] and `NAME.adapter_b.scale` beside `NAME.weight`, and the table of types (0, 1) as `row_types.weight`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from localinfer.kernels import ops
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, Op, Projection, Rows
-from localinfer.models.decoder.checked_weights import CheckedWeights
-
-ROW_TYPES = "row_types.weight"
-"""Table float32[2, 1] of each token type's factor of an adapter's part; a file with adapters has it."""
+from localinfer.models.decoder.checked_weights import ROW_TYPES, CheckedWeights
 
 
 def down_name(name: str) -> str:
@@ -30,16 +27,6 @@ def up_name(name: str) -> str:
 def scale_name(name: str) -> str:
     """The name of the factor of B A beside `NAME.weight`."""
     return f"{name}.adapter_b.scale"
-
-
-def is_of_adapter(name: str) -> bool:
-    """Return whether a tensor is of an adapter."""
-    return name == ROW_TYPES or ".adapter_a." in name or ".adapter_b." in name
-
-
-def has_adapter(names: Collection[str]) -> bool:
-    """Return whether a file has adapters, given the names of its tensors."""
-    return ROW_TYPES in names
 
 
 class AdaptedBuilder(GraphBuilder):

@@ -13,6 +13,15 @@ from localinfer.types import FloatArray
 _WAY_OUT = "Convert the model again or download another copy."
 
 
+ROW_TYPES = "row_types.weight"
+"""Table float32[2, 1] of each token type's factor of an adapter's part; a file with adapters (`adapters.py`) has it."""
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a tensor is of an adapter."""
+    return name == ROW_TYPES or ".adapter_a." in name or ".adapter_b." in name
+
+
 class CheckedWeights:
     """A `WeightSource` that checks the shape of every tensor, because kernels read by address."""
 

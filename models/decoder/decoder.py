@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Projection, Rows, StateShape, WeightSource
 from localinfer.models.decoder import draft_layers
-from localinfer.models.decoder.adapters import ROW_TYPES, AdaptedBuilder
 from localinfer.models.decoder.architecture import Blocks, Mixer
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.attention import (
@@ -15,7 +14,7 @@ from localinfer.models.decoder.attention import (
     write_mixer_output,
     write_unabsorbed_attention,
 )
-from localinfer.models.decoder.checked_weights import CheckedWeights
+from localinfer.models.decoder.checked_weights import ROW_TYPES, CheckedWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.feed_forward import has_feed_forward, write_feed_forward, write_router
 from localinfer.models.decoder.graph import Graph, divided, refuse
@@ -26,6 +25,7 @@ from localinfer.system.registry import Registry, find_part
 if TYPE_CHECKING:
     from localinfer.models.decoder.recurrent import RecurrentMixer
 
+_ADAPTED = "localinfer.models.decoder.adapters:AdaptedBuilder"
 _BLOCKS = "localinfer.models.decoder.gemma_blocks"
 _RECURRENT = "localinfer.models.decoder.recurrent"
 RECURRENT_MIXERS: "Registry[Mixer, RecurrentMixer]" = Registry(
@@ -138,7 +138,7 @@ def begin_graph(
     layers = kv_layer_shapes(config) if kv_layers is None else kv_layers
     # Adapters change texts with pictures or sounds.
     is_adapted = config.takes_media and checked.has(ROW_TYPES)
-    builder = AdaptedBuilder(layers, checked) if is_adapted else GraphBuilder(layers)
+    builder: GraphBuilder = find_part(_ADAPTED)(layers, checked) if is_adapted else GraphBuilder(layers)
     graph = Graph(config, architecture, checked, builder)
     return graph, RopeTables(graph, context_length or config.context_length)
 

@@ -29,9 +29,9 @@ from localinfer.kernels.ops import WeightSource
 from localinfer.kernels.program import HiddenProgram, Program
 from localinfer.models.checks import Finding
 from localinfer.models.checks.quick import check_kind, check_loaded
-from localinfer.models.decoder.adapters import has_adapter
 from localinfer.models.decoder.architectures import check_architecture, find_architecture
 from localinfer.models.decoder.block_config import MAX_CONTEXT, Pooling, classified_rows, read_pooling
+from localinfer.models.decoder.checked_weights import ROW_TYPES
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
@@ -161,7 +161,7 @@ class Model:
     @property
     def adapts_media(self) -> bool:
         """True if an adapter changes texts with pictures or sounds."""
-        return self.config.takes_media and has_adapter(self.file.tensors)
+        return self.config.takes_media and ROW_TYPES in self.file.tensors
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from localinfer.kernels.layouts import (
     tile_bytes,
 )
 from localinfer.kernels.ops import EmbeddingTable, LinearWeight, OpGraph
-from localinfer.models.decoder.adapters import is_of_adapter
+from localinfer.models.decoder.checked_weights import is_of_adapter
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.formats.dequantize import dequantize

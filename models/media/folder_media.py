@@ -92,6 +92,8 @@ def open_folder_media(folder: CheckpointFolder, token_id: TokenId | None, *, has
     """
     settings = read_processor_settings(folder)
     seeing, hearing = media_families(folder, settings)
+    if settings.model_type in ADAPTED_TYPES:
+        _check_adapter(folder)
     towers: list[TowerNames] = []
     extra: dict[str, tuple[str, Change | None]] = {}
     made: dict[str, FloatArray] = {}
@@ -118,6 +120,16 @@ def open_folder_media(folder: CheckpointFolder, token_id: TokenId | None, *, has
         text = settings.part("text_config").over({"use_bidirectional_attention": usual})
         bidirectional = text.get("use_bidirectional_attention") == "vision"
     return FolderMedia(pictures, sounds, file, MediaConfig(picture, sound, has_mrope, bidirectional), settings)
+
+
+def _check_adapter(folder: CheckpointFolder) -> None:
+    """Prove that the text model has the adapter that its sounds want. Raises: ModelFileError."""
+    # Only models that hear read all of the text model's names here.
+    from localinfer.models.checkpoint.model import open_checkpoint
+
+    with open_checkpoint(folder.path, warns=False) as file:
+        if file.adapter_error is not None:
+            raise file.adapter_error
 
 
 def _embedding(folder: CheckpointFolder) -> str:

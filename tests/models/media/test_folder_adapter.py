@@ -18,6 +18,7 @@ from localinfer.kernels.cpu.program import CpuProgram
 from localinfer.models.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from localinfer.models.checkpoint.model import open_checkpoint
 from localinfer.models.load.loader import load_model
+from localinfer.models.media.folder_media import open_folder_media
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.storage.fingerprint import ModelIdentity
 from localinfer.storage.sessions import load_session, save_session
@@ -228,6 +229,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def _refused(path: Path, words: str) -> None:
+    """A folder's sounds are refused, and its text runs."""
+    with open_folder(path) as folder:
+        with pytest.raises((UnsupportedFormatError, CorruptFileError), match=words) as caught:
+            open_folder_media(folder, None)
+        assert "\n" not in str(caught.value)
+    with open_checkpoint(path) as file:
+        assert str(file.adapter_error) == str(caught.value)
+        assert not file.adapter and "row_types.weight" not in file.tensors
+
+
 def test_what_is_no_plain_adapter_is_refused_by_name(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(folders[1], path)
@@ -238,9 +250,7 @@ def test_what_is_no_plain_adapter_is_refused_by_name(folders: tuple[Path, Path, 
         assert file.adapter.startswith("LoRA of rank 3, 6 on down_proj, k_proj, o_proj, q_proj, v_proj (15 matrices")
     for change, words in REFUSED:
         (path / ADAPTER_CONFIG).write_text(json.dumps(SETTINGS | change))
-        with pytest.raises((UnsupportedFormatError, CorruptFileError), match=words) as caught:
-            open_checkpoint(path)
-        assert "\n" not in str(caught.value)
+        _refused(path, words)
     (path / ADAPTER_CONFIG).write_text(json.dumps(SETTINGS))
     half = np.ones((6, 64), np.float16)
     other = "base_model.model.encoder.layers.0.attn.to_q.lora_"
@@ -251,8 +261,6 @@ def test_what_is_no_plain_adapter_is_refused_by_name(folders: tuple[Path, Path, 
         ({}, "has no tensors"),
     ):
         (path / ADAPTER_FILE).write_bytes(safetensors_bytes(tensors))
-        with pytest.raises((UnsupportedFormatError, CorruptFileError), match=words):
-            open_checkpoint(path)
+        _refused(path, words)
     (path / ADAPTER_FILE).unlink()
-    with pytest.raises(CorruptFileError, match=f"no {ADAPTER_FILE}"):
-        open_checkpoint(path)
+    _refused(path, f"no {ADAPTER_FILE}")
