@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -128,6 +129,14 @@ def kernels_are_compiled_here() -> Iterator[None]:
     """Tests need a few new kernels at a time, which take no longer than a child process that imports Numba for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("localinfer.kernels.jit.compile_ahead.can_start_children", lambda: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once() -> Iterator[None]:
+    """Each client of httpx would read those of all authorities, for 20 ms, to ask a server of this machine in plain."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

@@ -156,11 +156,10 @@ def _texts_by_kind(tokenizer: Tokenizer) -> dict[str, list[str]]:
     ids = tokenizer.vocabulary.ids
     names = list(_TEXT_KINDS)
     found: dict[str, list[str]] = {name: [] for name in names}
-    for index in range(min(_SCANNED_MERGES, len(merges))):
-        token_id = ids.get(merges[index * len(merges) // min(_SCANNED_MERGES, len(merges))].replace(" ", ""))
-        if token_id is None:
-            continue
-        text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    count = min(_SCANNED_MERGES, len(merges))
+    made = [ids.get(merges[index * len(merges) // count].replace(" ", "")) for index in range(count)]
+    for spelled in tokenizer.many_token_bytes([token_id for token_id in made if token_id is not None]):
+        text = spelled.decode("utf-8", "replace")
         kind = _KIND_PATTERN.fullmatch(text)
         if kind is not None and kind.lastindex is not None and "\ufffd" not in text:
             texts = found[names[kind.lastindex - 1]]

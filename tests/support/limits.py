@@ -16,7 +16,7 @@ _WORK_SECONDS = 0.0006
 """What hashing the bytes takes on one idle core of 2023, with the CPU's instructions for it."""
 _ROUNDS = 12
 _GENEROSITY = 4.0
-_BELIEVED_SECONDS = 1.0
+_BELIEVED_SECONDS = 2.0
 
 
 def seconds(nominal: float) -> float:
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], object], limit: float = 15.0, every: floa
 
 
 class _Machine:
-    """How many times longer than on an idle machine a piece of work takes, at least 1; measured once a second."""
+    """How many times longer than on an idle machine a piece of work takes, at least 1; measured every two seconds."""
 
     def __init__(self) -> None:
         self._slowness = 1.0

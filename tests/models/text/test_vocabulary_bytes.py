@@ -24,6 +24,8 @@ from tests.models.text.vocabularies import (
 def test_bytes_of_a_vocabulary_are_those_of_each_token(name: str) -> None:
     tokenizer = real_tokenizer(name)
     assert tokenizer.vocabulary_bytes() == [tokenizer.token_bytes(index) for index in range(tokenizer.vocab_size)]
+    some = [*range(0, tokenizer.vocab_size, 7), 3, 3]
+    assert tokenizer.many_token_bytes(some) == [tokenizer.token_bytes(index) for index in some]
 
 
 @pytest.mark.parametrize("metadata", [bpe_metadata(), spm_metadata(), gemma4_metadata()])
