@@ -247,6 +247,7 @@ class Tokenizer:
         for index, token_id in enumerate(token_ids):
             if types[token_id] in _SPELLED_TYPES:
                 found[index] = self._spelled_bytes(token_id)
+        self._token_bytes.update(zip(token_ids, found, strict=True))
         return found
 
     def vocabulary_bytes(self) -> list[bytes]:
