@@ -694,7 +694,7 @@ class ChatModel:
             chat.token_ids,
             chat.system_tokens,
             chat,
-            request.format_after(chat.text, prefill),
+            request.format_after(chat.text, prefill, read),
             partial(words_at, spans, chat.text, chat.token_ids, self._tokenizer) if spans else None,
             media=self._named(chat.media, media),
             notices=tuple(notice for one in media for notice in one.notices),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FLAGS = ("ignore_eos", "include_stop", "context_shift", "pin_cache")
 _DRY_BREAKERS = ("\n", ":", '"', "*")
-_OF_REPLIES = ("thinking", "thinking_budget", "template_variables")
+_OF_REPLIES = ("thinking", "thinking_budget", "template_variables", "loop_stop")
 """Options that only chats have; the prompt depends on them too."""
 _OF_ONE_GENERATION = ("constraint", "prediction", "owner", "cache_salt")
 
@@ -146,9 +146,12 @@ class ReplyOptions(TypedDict, total=False):
     """Keyword options of `chat` and `stream_chat` beside those of `complete`.
 
     tools: functions that the model may call, in OpenAI's shape: {"type": "function", "function": {"name",
-        "description", "parameters", "strict"}}. Their calls come back in `tool_calls`, with arguments that their schema
-        accepts. Where a part of a schema cannot be enforced, `"strict": true` makes that a ConstraintError naming the
-        keyword; of any other tool that part is left out, and `Stats.notices` names it.
+        "description", "parameters", "strict"}}; custom tools, whose one argument `input` is a text that may have to
+        follow a grammar: {"type": "custom", "name", "description", "format": {"type": "grammar", "syntax": "lark" or
+        "regex", "definition"}}; and {"type": "apply_patch"}, for patches of the V4A format. Their calls come back in
+        `tool_calls`, with arguments that their schema accepts. Where a part of a schema cannot be enforced, `"strict":
+        true` makes that a ConstraintError naming the keyword; of any other tool that part is left out, and
+        `Stats.notices` names it.
     tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}} for one call
         of that one, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}. The prompt
         describes all tools whatever is chosen, so that it stays the one that is cached.
@@ -157,6 +160,9 @@ class ReplyOptions(TypedDict, total=False):
     thinking_budget: most tokens of reasoning; then it is closed, and the answer follows. None sets no limit.
     template_variables: more variables for the chat template, by name. `template_date` among them, "today" or a day such
         as "2026-10-01", is the date that the template writes if it writes one; its own by default.
+    loop_stop: end loops and go on; without it where there are tools. The ninth round of lines that came eight times in
+        a row is not allowed, nor a call that has come three times in a turn with the same arguments and result, behind
+        which a note says so. `Stats.notices` names what was ended.
     continue_final_message: the last message is a reply that was cut short, which is continued where it ends; the
         completion has only what is new. Its `reasoning_content` counts too. Not with a constraint.
     """
@@ -167,6 +173,7 @@ class ReplyOptions(TypedDict, total=False):
     thinking: bool | None
     thinking_budget: int | None
     template_variables: Mapping[str, Any]
+    loop_stop: bool | None
     continue_final_message: bool
 
 
@@ -329,6 +336,8 @@ class DefaultOptions:
         thinking = options.get("thinking")
         if not isinstance(thinking, bool | None):
             raise RequestError(f"thinking is {thinking!r:.60}; give True, False, or None", field="thinking")
+        if not isinstance(stops_loops := options.get("loop_stop"), bool | None):
+            raise RequestError(f"loop_stop is {stops_loops!r:.60}; give True, False, or None", field="loop_stop")
         given = {name: value for name, value in options.items() if value is not None}
         for name in ("max_tokens", "thinking_budget"):
             check_number(name, given.get(name), 0, none="for no limit")

@@ -613,6 +613,7 @@ def _gather_defaults(command: Command) -> Command:
         max_tokens: int | None,
         reasoning: str,
         reasoning_budget: int,
+        no_loop_stop: bool,
         alias: tuple[str, ...],
         chat_template_file: Path | None,
         api_key: str | None,
@@ -623,8 +624,9 @@ def _gather_defaults(command: Command) -> Command:
                 raise RequestError("--chat-template and --chat-template-file are one option; leave one of them out")
             options["chat_template"] = chat_template_file
         given = {name: values.pop(name) for name in SAMPLING_NAMES if name in values}
+        given |= {"max_tokens": max_tokens, "loop_stop": False if no_loop_stop else None}
         defaults = ServerDefaults(
-            options={name: value for name, value in {**given, "max_tokens": max_tokens}.items() if value is not None},
+            options={name: value for name, value in given.items() if value is not None},
             thinking=_REASONING[reasoning],
             thinking_budget=None if reasoning_budget < 0 else reasoning_budget,
             aliases=alias,
@@ -657,6 +659,7 @@ default_options = options_group(
         type=click.IntRange(min=-1),
         default=-1,
     ),
+    flag("--no-loop-stop", "Let replies that may call tools repeat lines and calls without end."),
     option("--alias", "NAME", "Name of the model of -m to clients, or several with commas.", callback=_aliases),
     option("--chat-template-file", "FILE", "The same as --chat-template.", type=click.Path(path_type=Path)),
     option(

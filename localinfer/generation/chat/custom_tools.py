@@ -6,12 +6,13 @@ one argument, and its form holds for the text of that argument as the model's fo
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.lark import LarkReader, regex_grammar
-from localinfer.generation.chat.spelled_grammar import TextGrammar
 from localinfer.generation.chat.text_spelling import TextSpelling
+
+if TYPE_CHECKING:
+    from localinfer.generation.chat.spelled_grammar import TextGrammar
 
 CUSTOM_ARGUMENT = "input"
 """The one argument of the function that a custom tool becomes."""
@@ -46,14 +47,27 @@ updated: UPDATE hunks
 """Patches of one file, none moved: what one item `apply_patch_call` of the API of responses holds."""
 
 
+_PATCH_TEXT = """{} The input is a patch:
+*** Begin Patch
+*** Update File: PATH
+@@ LINE THAT COMES BEFORE
+ LINE THAT STAYS
+-LINE THAT GOES
++LINE THAT COMES
+*** End Patch
+A new file begins with *** Add File: PATH, each of its lines with +; *** Delete File: PATH stands alone."""
+
+
 class TextForm(NamedTuple):
     """Form of the input of a custom tool."""
 
     syntax: Literal["lark", "regex"]
     definition: str
 
-    def grammar(self) -> TextGrammar:
+    def grammar(self) -> "TextGrammar":
         """Its rules. Raises: ConstraintError for what is not supported."""
+        from localinfer.generation.chat.lark import LarkReader, regex_grammar
+
         return regex_grammar(self.definition) if self.syntax == "regex" else LarkReader(self.definition).read()
 
 
@@ -86,6 +100,13 @@ def read_custom(tool: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Tex
         tool, path = inner, f"{path}.custom"
     form = read_form(tool.get("format"), f"{path}.format")
     return custom_function(tool.get("name"), tool.get("description"), form), form
+
+
+def patch_tool(*, is_once: bool) -> tuple[dict[str, Any], TextForm]:
+    """The function `apply_patch` and its form. is_once: one file for each patch."""
+    form = TextForm("lark", APPLY_PATCH_ONCE if is_once else APPLY_PATCH)
+    what = "Create, change or delete one file." if is_once else "Create, change, move or delete files."
+    return custom_function("apply_patch", _PATCH_TEXT.format(what), form, shows_form=False), form
 
 
 def read_form(format: object, path: str) -> TextForm | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from localinfer.arguments import owned, shown
 from localinfer.errors import ConstraintError, MessageError, RequestError
-from localinfer.generation.chat.custom_tools import TextForm, read_custom
+from localinfer.generation.chat.custom_tools import TextForm, patch_tool, read_custom
 from localinfer.generation.chat.json_schema import enforced_schema
 from localinfer.generation.chat.media_parts import MediaSource, parts_content, read_media_part
 from localinfer.generation.chat.value_types import type_of
@@ -213,6 +213,9 @@ def _read_tool(index: int, tool: object) -> Tool:
     form = form if isinstance(form, TextForm) else None
     if isinstance(tool, Mapping) and tool.get("type") == "custom":
         made, form = read_custom(tool, f"tools[{index}]")
+        tool = {"function": made}
+    elif isinstance(tool, Mapping) and tool.get("type") == "apply_patch":
+        made, form = patch_tool(is_once=False)
         tool = {"function": made}
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None

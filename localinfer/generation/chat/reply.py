@@ -1,6 +1,7 @@
 """The form of a chat's reply: tools, reasoning and its budget, a constraint and an assistant prefill."""
 
 import codecs
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -15,6 +16,7 @@ from localinfer.engine.sampling.mask import Allowed, GuidingMask
 from localinfer.errors import ConstraintError, MessageError, RequestError, TemplateError
 from localinfer.generation.chat.constraints import ConstraintCompiler, grammar_of, is_json, json_grammar
 from localinfer.generation.chat.grammar import ReasoningState, reply_grammar
+from localinfer.generation.chat.loop_stop import LoopStop, RepeatedCall, arguments_of, with_notes
 from localinfer.generation.chat.messages import (
     SYSTEM_ROLES,
     Tool,
@@ -29,7 +31,7 @@ from localinfer.generation.chat.parser import ReplyParser, call_ids
 from localinfer.generation.chat.value_types import parameter_types
 from localinfer.generation.options import Constraint, ReplyOptions
 from localinfer.models.text.chat_template import THINKING_VARIABLES, asked_day
-from localinfer.models.text.reply_format import CallFormat, ReasoningFormat
+from localinfer.models.text.reply_format import CALL_NAME, CallFormat, ReasoningFormat
 from localinfer.models.text.reply_learning import Trials, learn_call_format, learn_reasoning_format
 from localinfer.models.text.tokenizer import SpellingFinder
 from localinfer.types import TokenIds
@@ -254,6 +256,9 @@ class ReplyFormat:
     is_parallel: bool
     budget: int | None
     shown_ids: frozenset[int]
+    stops_loops: bool = False
+    repeated: tuple[RepeatedCall, ...] = ()
+    """Calls that this reply may not make again."""
 
     @property
     def _has_frame(self) -> bool:
@@ -317,17 +322,50 @@ class ReplyFormat:
             mask = compiler.grammar_mask(
                 grammar, start=start, what="schema", salt=salt, bounds_numbers=is_json(constraint)
             )
-        if self.budget is None or self.reasoning is None or self.state == "none":
+        if self.budget is not None and self.reasoning is not None and self.state != "none":
+            mask = self._budgeted(self.reasoning, self.budget, tokenizer, mask, start=start, vocab_size=vocab_size)
+        if not self.stops_loops:
             return mask
+        if notices is not None:
+            notices += [
+                f"the call of {call.function['name']!r} had come {call.times} times with the same result, and is not "
+                "made again (loop_stop: false allows it)"
+                for call in self.repeated
+            ]
+        return LoopStop(
+            tokenizer, mask, start=start, vocab_size=vocab_size, banned=self._banned_texts(), notices=notices
+        )
+
+    def _banned_texts(self) -> list[str]:
+        """Repeated calls up to the end of their arguments, in formats that write them as JSON."""
+        form = self.calls
+        if form is None or form.parameters is not None:
+            return []
+        return [
+            f"{call.function['name']}{form.middle.replace(CALL_NAME, call.function['name'])}"
+            f"{json.dumps(arguments_of(call.function), ensure_ascii=False)}"
+            for call in self.repeated
+        ]
+
+    def _budgeted(
+        self,
+        reasoning: ReasoningFormat,
+        budget: int,
+        tokenizer: "Tokenizer",
+        mask: GuidingMask | None,
+        *,
+        start: int,
+        vocab_size: int,
+    ) -> ThinkingBudget:
         return ThinkingBudget(
             tokenizer,
             mask,
             start=start,
             vocab_size=vocab_size,
-            begin=None if self.state == "open" else self.reasoning.begin,
-            end=self.reasoning.end,
-            closing_ids=tokenizer.encode_segments([(self.reasoning.closing, True)], continues_run=True),
-            budget=self.budget,
+            begin=None if self.state == "open" else reasoning.begin,
+            end=reasoning.end,
+            closing_ids=tokenizer.encode_segments([(reasoning.closing, True)], continues_run=True),
+            budget=budget,
         )
 
 
@@ -364,15 +402,27 @@ class ReplyRequest:
         ):
             return messages
         formats = self.formats
+        if self.format.stops_loops:
+            messages, _ = with_notes(messages)
         return template_messages(messages, formats.calls, self.described, has_system=formats.has_system)
 
-    def format_after(self, prompt: str, prefill: AssistantPrefill | None = None) -> ReplyFormat:
-        """Format of the reply to a rendered prompt, or of the rest of a reply that was begun."""
+    def format_after(
+        self,
+        prompt: str,
+        prefill: AssistantPrefill | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> ReplyFormat:
+        """Format of the reply to a rendered prompt, or of the rest of a reply that was begun.
+
+        messages: of which the prompt was made, for the calls among them that are not to be made again.
+        """
         reasoning = self.format.reasoning
         if reasoning is None or reasoning.is_closed(prompt):
             made = replace(self.format, state="none")
         else:
             made = replace(self.format, state="open" if reasoning.is_open(prompt) else "possible")
+        if made.stops_loops and messages:
+            made = replace(made, repeated=tuple(with_notes(messages)[1]))
         return made if prefill is None else prefill.rest_format(made)
 
 
@@ -445,6 +495,8 @@ class TemplateFormats:
         budget = check_number("thinking_budget", options.get("thinking_budget"), 0, none="for no limit")
         is_parallel = options.get("parallel_tool_calls")
         is_parallel = is_parallel is None or check_flag("parallel_tool_calls", is_parallel)
+        stops_loops = options.get("loop_stop")
+        stops_loops = bool(tools) if stops_loops is None else check_flag("loop_stop", stops_loops)
         if self.reasoning is None and (thinking or budget is not None):
             raise RequestError(
                 "thinking was asked for, but the model's chat template has no reasoning; leave thinking and "
@@ -462,6 +514,7 @@ class TemplateFormats:
                 is_parallel=not chosen.is_single and is_parallel,
                 budget=0 if thinking is False else budget,
                 shown_ids=self._shown_ids(calls if tools else None),
+                stops_loops=stops_loops,
             ),
             described=described,
             template_tools=tuple(tool.description for tool in described)

@@ -150,7 +150,7 @@ GOOD = {
         {local} --chat-template {template} {yarn} {limits}
         {local} {filters} --max-tokens 5 --reasoning on --reasoning-budget 9 --alias a,b --ignore-model-sampling {other}
         --no-tcp --socket {sock} --no-disk-cache {penalties} --chat-template-file {template} {logged}
-        --port 0 --no-socket --no-page --api-key key --compact
+        --port 0 --no-socket --no-page --api-key key --compact --no-loop-stop
         {local} {linear} --set llama.rope.freq_base=20000 {events} --kv-events-topic kv
         --model {demo} --device cpu --gpu-layers 0 --threads 1 --no-disk-cache --no-config --port 0 --socket {sock}
         --kv-type q8_0/f16 --kv-memory 64MB --disk-cache-size 1MB --disk-cache-folder {folder} --port 0 --socket {sock}
@@ -473,6 +473,7 @@ BAD = {
         --no-socket=maybe
         --no-socket --socket {sock}
         --no-page=maybe
+        --no-loop-stop=maybe
         --port 65536
         --no-tcp=maybe
         --socket {file}/s.sock

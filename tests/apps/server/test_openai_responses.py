@@ -46,7 +46,10 @@ DIFF = '@@ def f():\n-    "a"\n+    *** End\n *** End Patc\n'
 UPDATE = f"*** Begin Patch\n*** Update File: a b.py\n{DIFF}*** End Patch"
 DELETE = "*** Begin Patch\n*** Delete File: c\n*** End Patch"
 CLIENT_TOOLS = [{"type": kind} for kind in ("apply_patch", "shell", "local_shell")]
+LINE = "the same line\n"
 SCRIPTS = {
+    "loops": (LINE * 20).encode(),
+    "letters": b"abc",
     "works": calls_of(
         ("apply_patch", {"input": UPDATE}),
         ("apply_patch", {"input": DELETE}),
@@ -188,6 +191,45 @@ def test_calls_of_tools_that_another_server_ran_are_shown_as_text(client):
         for items in ([], hosted[:1], hosted[:2], hosted[:3], hosted[:4], hosted)
     ]
     assert sorted(set(counts)) == counts
+
+
+def test_loop_is_ended_and_not_the_reply_and_said_in_each_api(scripts):
+    for path, ask, tools in (
+        ("/v1/responses", {"input": "hi"}, [LOOK]),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, [LOOK]),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 999},
+            [{"name": "look", "input_schema": {"type": "object"}}],
+        ),
+    ):
+        asked = {"model": "loops", **ask, "tools": tools, "temperature": 0}
+        ended = scripts.post(path, json=asked).json()
+        assert json.dumps(LINE * 12)[1:-1] in json.dumps(ended)
+        assert json.dumps(LINE * 13)[1:-1] not in json.dumps(ended)
+        assert "he same line" in json.dumps(ended).split(json.dumps(LINE * 12)[1:-1])[1]
+        assert any("a loop was ended" in notice for notice in ended["timings"]["notices"])
+        for more in ({"loop_stop": False}, {"tools": []}):
+            whole = scripts.post(path, json={**asked, **more}).json()
+            assert json.dumps(LINE * 19)[1:-1] in json.dumps(whole)
+            assert not whole["timings"].get("notices")
+
+
+def test_call_that_came_three_times_with_one_result_is_noted_and_not_made_again(scripts):
+    call = {"type": "function_call", "name": "garden__look", "arguments": "{}"}
+    items: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    for number in range(4):
+        result = {"type": "function_call_output", "call_id": f"c{number}", "output": "none"}
+        items += [{**call, "call_id": f"c{number}"}, result]
+    counts = []
+    for size in (5, 7, 9):
+        asked = {"model": "letters", "input": items[:size], "tools": [LOOK], "max_output_tokens": 1}
+        told = [scripts.post("/v1/responses", json={**asked, **more}).json() for more in ({}, {"loop_stop": False})]
+        first, other = (reply["usage"]["input_tokens"] for reply in told)
+        counts.append(first - other)
+        notices = told[0]["timings"].get("notices", [])
+        assert bool(notices) == (size > 5), notices
+    assert counts[0] == 0 < counts[1] < counts[2]
 
 
 def test_chats_call_custom_tools_by_their_input(scripts):

@@ -26,6 +26,7 @@ from localinfer.apps.server.replies.fields import (
     Count,
     Priority,
     ResponseFormat,
+    StopsLoops,
     StopText,
     Thinking,
     continuation,
@@ -86,6 +87,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    loop_stop: StopsLoops | None = None
 
     def chat_options(self) -> dict[str, Any]:
         """The engine's options about tools and reasoning. Raises: ApiError for what is no tool."""
@@ -100,6 +102,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
             thinking=None if self.thinking is None else self.thinking.type != "disabled",
             thinking_budget=None if self.thinking is None else self.thinking.budget_tokens,
             template_variables=None if effort is None else {"reasoning_effort": effort},
+            loop_stop=self.loop_stop,
         )
 
     def continuation(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

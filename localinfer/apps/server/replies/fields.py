@@ -382,6 +382,11 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     display: str | None = None
 
 
+StopsLoops = Annotated[
+    bool, Meta(description="End loops of lines and of calls, and go on; without it where the model may call tools.")
+]
+
+
 class ChatFields(GenerationFields):
     """Sampling, form, and how the model may reason."""
 
@@ -391,6 +396,7 @@ class ChatFields(GenerationFields):
     thinking_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     reasoning_budget_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     reasoning_effort: str | None = None
+    loop_stop: StopsLoops | None = None
 
     def reply_options(self, reasoning: OpenRouterReasoning | None = None) -> dict[str, Any]:
         """The engine's options for reasoning and form. reasoning: of the member that has this name on chats."""
@@ -415,6 +421,7 @@ class ChatFields(GenerationFields):
             thinking=thinks,
             thinking_budget=budget if budget is not None and budget >= 0 else None,
             template_variables=variables or None,
+            loop_stop=self.loop_stop,
         )
 
 

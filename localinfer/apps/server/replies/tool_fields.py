@@ -18,10 +18,9 @@ from localinfer.apps.server.transport.http import ApiError, check_object, unsupp
 from localinfer.apps.server.transport.known_fields import TOOLS, notice
 from localinfer.errors import ConstraintError
 from localinfer.generation.chat.custom_tools import (
-    APPLY_PATCH_ONCE,
     CUSTOM_ARGUMENT,
     TextForm,
-    custom_function,
+    patch_tool,
     read_custom,
 )
 
@@ -89,16 +88,6 @@ def _command(name: str, description: str, properties: dict[str, Any], required: 
     return {"name": name, "description": description, "parameters": schema}
 
 
-_PATCH_FORM = TextForm("lark", APPLY_PATCH_ONCE)
-_PATCH_TEXT = """Create, change or delete one file. The input is a patch:
-*** Begin Patch
-*** Update File: PATH
-@@ LINE THAT COMES BEFORE
- LINE THAT STAYS
--LINE THAT GOES
-+LINE THAT COMES
-*** End Patch
-A new file begins with *** Add File: PATH, each of its lines with +; *** Delete File: PATH stands alone."""
 CLIENT_TOOLS: Mapping[str, ClientTool] = {
     "local_shell": ClientTool(
         "type",
@@ -124,9 +113,7 @@ CLIENT_TOOLS: Mapping[str, ClientTool] = {
             "commands",
         ),
     ),
-    "apply_patch": ClientTool(
-        "type allowed_callers", custom_function("apply_patch", _PATCH_TEXT, _PATCH_FORM, shows_form=False), _PATCH_FORM
-    ),
+    "apply_patch": ClientTool("type allowed_callers", *patch_tool(is_once=True)),
 }
 """By their type, which is also the name that the model calls."""
 
