@@ -69,8 +69,8 @@ class SoundProcessor:
 
 
 def _whisper(settings: ProcessorSettings) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
-    """Whisper's features of a sound padded to a number of samples: [frames, mels]."""
-    sound = settings.sound
+    """Whisper's features of a sound padded to a number of samples, on the side that the file says: [frames, mels]."""
+    sound, pads_left = settings.sound, _pads_left(settings)
     size, num_mels = sound.integer("n_fft", low=2), sound.integer("feature_size")
     spectrogram = Spectrogram(size, size, 0, is_symmetric=False, is_power=True, is_htk=False)
     _check_hop(sound)
@@ -79,11 +79,26 @@ def _whisper(settings: ProcessorSettings) -> Callable[[NDArray[np.float32], int]
         if length <= size // 2:
             raise _too_short(length, size // 2)
         padded = np.zeros(length)
-        padded[: len(samples)] = samples
+        padded[length - len(samples) if pads_left else 0 :][: len(samples)] = samples
         # The last frame is left out.
         return _compressed(spectrogram.mel(np.pad(padded, size // 2, mode="reflect"), num_mels)[: length // HOP])
 
     return features
+
+
+def _pads_left(settings: ProcessorSettings) -> bool:
+    """True if silence is put before a sound."""
+    side = settings.sound.text("padding_side", "right")
+    if side not in ("left", "right"):
+        raise settings.sound.wrong("padding_side", "'left' or 'right'")
+    return side == "left"
+
+
+def _padded_right(settings: ProcessorSettings) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
+    """Whisper's features for a model that reads a sound from its first frame on."""
+    if _pads_left(settings):
+        raise settings.sound.unsupported("padding_side", "'right'")
+    return _whisper(settings)
 
 
 def _check_hop(settings: PartSettings) -> None:
@@ -120,7 +135,7 @@ def _too_long(num_samples: int, most: int) -> RequestError:
 
 def _qwen2_audio(settings: ProcessorSettings) -> Features:
     """The sound filled with silence to the longest; what lies behind it is not attended to."""
-    features = _whisper(settings)
+    features = _padded_right(settings)
 
     def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
         values = features(samples, _longest(settings, samples))
@@ -133,7 +148,7 @@ def _qwen2_audio(settings: ProcessorSettings) -> Features:
 
 def _audioflamingo3(settings: ProcessorSettings) -> Features:
     """Stretches of the longest length, each filled with silence that is not attended to."""
-    features, longest = _whisper(settings), settings.sound.integer("chunk_length", high=1 << 16) * RATE
+    features, longest = _padded_right(settings), settings.sound.integer("chunk_length", high=1 << 16) * RATE
     most = settings.processor.over({"max_audio_len": 600}).integer("max_audio_len") * RATE // longest * longest
 
     def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
@@ -152,12 +167,13 @@ def _audioflamingo3(settings: ProcessorSettings) -> Features:
 
 def _qwen2_omni(settings: ProcessorSettings) -> Features:
     """The frames of the sound alone; their level is that of the sound filled with silence to the longest."""
-    features = _whisper(settings)
+    features, pads_left = _whisper(settings), _pads_left(settings)
 
     def pieces(samples: NDArray[np.float32]) -> list[EncoderInput | str]:
-        values = features(samples, _longest(settings, samples))
-        num_frames = min(ceil(len(samples) / HOP), len(values))
-        return [_input(values[:num_frames], _halved_twice(num_frames))]
+        length = _longest(settings, samples)
+        values = features(samples, length)
+        values = values[ceil((length - len(samples)) / HOP) :] if pads_left else values[: ceil(len(samples) / HOP)]
+        return [_input(values, _halved_twice(len(values)))]
 
     return pieces
 

@@ -472,3 +472,22 @@ def test_settings_of_any_value_are_refused_or_make_pictures_of_bounded_size(
                 assert 0 < len(cuts) <= 1 << 13 and all(cut.num_rows > 0 for cut in cuts)
                 sizes = [size for cut in cuts for size in (*cut.resizes, cut.size)]
                 assert all(min(size) > 0 and size[0] * size[1] <= 1 << 28 for size in sizes)
+
+
+def test_silence_is_put_on_the_side_that_the_file_says() -> None:
+    sizes = {"feature_size": 16, "n_fft": 400, "hop_length": 160, "chunk_length": 1}
+
+    def features(samples: NDArray[np.float32], model_type: str = "qwen2_5_omni", **settings: Any) -> NDArray[Any]:
+        folder = Folder({"model_type": model_type}, preprocessor_config=sizes | settings)
+        (entry,) = _inputs(read_sound_processor(folder).lay_out(samples))
+        return entry.values
+
+    sound = np.random.default_rng(1).standard_normal(8001).astype(np.float32)
+    whole = features(np.concatenate([np.zeros(16000 - sound.size, np.float32), sound]))
+    found = features(sound, padding_side="left")
+    np.testing.assert_array_equal(found, whole[-50:])
+    assert len(features(sound)) == 51
+    with pytest.raises(UnsupportedFormatError, match="padding_side"):
+        features(sound, "qwen2_audio", padding_side="left")
+    with pytest.raises(CorruptFileError, match="padding_side"):
+        features(sound, padding_side="above")
