@@ -377,8 +377,7 @@ def _llama4(settings: ProcessorSettings) -> Plan:
     def plan(width: int, height: int, number: int) -> tuple[str | Cut, ...]:
         grid = sizes.best_canvas(width, height, candidates, tile, takes_largest)
         canvas = grid[0] * tile, grid[1] * tile
-        frame = canvas if takes_largest else (min(max(width, tile), canvas[0]), min(max(height, tile), canvas[1]))
-        resized = sizes.inside(width, height, frame)
+        resized = sizes.inside(width, height, canvas, None if takes_largest else (max(width, tile), max(height, tile)))
         placed = tiles((resized,), grid, square, num_rows, Canvas(canvas, (0, 0)))
         if grid == (1, 1):
             return "<|image_start|><|image|>", placed[0][0], "<|image_end|>"

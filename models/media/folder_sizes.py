@@ -1,7 +1,7 @@
 """Sizes and tiles that the processors of Hugging Face folders choose for a picture, from its width and height alone.
 
 Every pair is width and height, or columns and rows. Roundings are those of the published processors: half to even
-where they call `round`, and double precision throughout.
+where they call `round`, and double precision but where it is said.
 Source: the models' processors in transformers 5.24, which answer the same numbers.
 """
 
@@ -190,12 +190,29 @@ def best_canvas(width: int, height: int, candidates: Sequence[Size], tile: int, 
     return min(chosen, key=lambda canvas: canvas[0] * canvas[1])
 
 
-def inside(width: int, height: int, frame: Size) -> Size:
-    """The largest size of the same aspect inside a frame, rounded down (Llama 4)."""
-    across, down = frame[0] / width, frame[1] / height
-    if across < down:
-        return max(frame[0], 1), max(min(floor(height * across), frame[1]), 1)
-    return max(min(floor(width * down), frame[0]), 1), max(frame[1], 1)
+def inside(width: int, height: int, canvas: Size, largest: Size | None) -> Size:
+    """The largest size of the same aspect inside a canvas, and inside `largest` if given, rounded down (Llama 4).
+
+    Published code has the canvas's sides in single precision, where a product may fall below a whole number.
+    """
+    limits = canvas if largest is None else largest
+    sides = min(limits[0], canvas[0]), min(limits[1], canvas[1])
+    is_single = [largest is None or limit > side for limit, side in zip(limits, canvas, strict=True)]
+    across, down = (
+        _quotient(side, length, single) for side, length, single in zip(sides, (width, height), is_single, strict=True)
+    )
+    is_wide = np.float32(across) < np.float32(down) if any(is_single) else across < down
+    if is_wide:
+        return max(sides[0], 1), max(min(floor(_product(height, across, is_single[0])), sides[1]), 1)
+    return max(min(floor(_product(width, down, is_single[1])), sides[0]), 1), max(sides[1], 1)
+
+
+def _quotient(a: int, b: int, is_single: bool) -> float:
+    return float(np.float32(a) / np.float32(b)) if is_single else a / b
+
+
+def _product(a: int, b: float, is_single: bool) -> float:
+    return float(np.float32(a) * np.float32(b)) if is_single else a * b
 
 
 def inside_rounded_up(width: int, height: int, frame: Size) -> Size:

@@ -491,3 +491,21 @@ def test_silence_is_put_on_the_side_that_the_file_says() -> None:
         features(sound, "qwen2_audio", padding_side="left")
     with pytest.raises(CorruptFileError, match="padding_side"):
         features(sound, padding_side="above")
+
+
+def test_llama_4_scales_in_single_precision_by_its_canvas() -> None:
+    """Which cuts a row or column off where the product in double precision is a whole number."""
+    settings = HALVES | {"size": 336, "max_patches": 5, "resize_to_max_canvas": True}
+    config = {"model_type": "llama4"}
+    processor = read_picture_processor(Folder(config, preprocessor_config=settings))
+    sizes = {}
+    for shape in ((640, 480), (480, 640), (64, 48), (333, 1000), (500, 200)):
+        cut = next(piece for piece in processor.plan(*shape) if not isinstance(piece, str))
+        sizes[shape] = cut.resizes[0]
+    assert sizes == {
+        (640, 480): (672, 503),
+        (480, 640): (503, 672),
+        (64, 48): (672, 504),
+        (333, 1000): (336, 1009),
+        (500, 200): (840, 336),
+    }
