@@ -475,8 +475,13 @@ class GraphBuilder:
         embedded = [(op.part + 1) * op.x.width for op in self.ops if isinstance(op, ops.EmbedMedia)]
         has_ranges = any(isinstance(op, ops.Attention) and op.takes_ranges for op in self.ops)
         parts = (self.kv_layers, tuple(self.buffers), tuple(self.ops), output, tuple(self.states), hidden)
-        typed = frozenset(self.typed_ops)
-        return OpGraph(*parts, media_width=max(embedded, default=0), takes_ranges=has_ranges, typed_ops=typed)
+        return OpGraph(
+            *parts,
+            media_width=max(embedded, default=0),
+            takes_ranges=has_ranges,
+            num_token_types=min((op.table.num_rows for op in self.ops if isinstance(op, ops.EmbedTypes)), default=1),
+            typed_ops=frozenset(self.typed_ops),
+        )
 
     # `builder.rope(x, table, 64)` is `builder.append(Rope(x, table, 64))`.
     embed = _writer(ops.Embed, _check_embed)

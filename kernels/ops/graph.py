@@ -77,9 +77,11 @@ class OpGraph:
     """A buffer that a program also shows."""
     media_width: int = 0
     """Columns of the embeddings that a batch's rows may have in place of a token's; 0 where only tokens are looked up.
-    Of a part of a model this and the next are the model's, as every part gets the same batches."""
+    Of a part of a model this and the next two are the model's, as every part gets the same batches."""
     takes_ranges: bool = False
     """True if segments may say which positions their rows see."""
+    num_token_types: int = 1
+    """Token types that may be looked up; 1 where none is."""
     typed_ops: frozenset[int] = frozenset()
     """Numbers of ops that change no result where all rows are of type 0, so that programs may leave them out."""
 
@@ -87,11 +89,6 @@ class OpGraph:
     def num_tokens(self) -> int:
         """Token ids that may be looked up; practically all where nothing looks them up."""
         return min((op.table.num_rows for op in self.ops if isinstance(op, Embed)), default=1 << 62)
-
-    @property
-    def num_token_types(self) -> int:
-        """Token types that may be looked up; 1 where none is."""
-        return min((op.table.num_rows for op in self.ops if isinstance(op, EmbedTypes)), default=1)
 
     @property
     def needs_whole_texts(self) -> bool:

@@ -38,6 +38,8 @@ _OTHERWISE = (
     *("use_bdlora", "velora_config", "monteclora_config", "kasa_config"),
 )
 """Settings of variants that compute something else."""
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that take from a matrix what its adapter begins with."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,13 @@ def _check_kind(settings: Mapping[str, Any]) -> None:
             raise UnsupportedFormatError(
                 f"{ADAPTER_CONFIG}: {key} is {str(settings[key])[:60]!r}, which this version does not run. {_AGAIN}"
             )
+
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGE_BASE):
+        raise UnsupportedFormatError(
+            f"{ADAPTER_CONFIG}: init_lora_weights is {start!r:.40}, which changes the weights below the adapter too. "
+            f"{_AGAIN}"
+        )
 
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:

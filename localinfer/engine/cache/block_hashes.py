@@ -77,7 +77,8 @@ def block_hashes(
 
     token_ids: int[T], with the beginning-of-text token if the prompt has one. cache_salt: of the request, if it has
     one: the same ids under another salt have other hashes, which cannot be computed without it. block_size: tokens of a
-    block, as events say it. Ids of pictures and sounds are below 0.
+    block, as events say it. Ids of pictures and sounds are below 0; where an adapter changes such prompts, they have a
+    salt of their own, and other hashes than these.
     Returns T // block_size numbers of 64 bits, unsigned.
     Raises: RequestError.
     """

@@ -79,8 +79,12 @@ class CpuDevice:
         self._pages: list[NDArray[np.uint8]] = []
 
     def weights(self, path: Path) -> CpuWeights:
+        return CpuWeights(self.new_pool(), path)
+
+    def new_pool(self) -> ThreadPool:
+        """The pool of the next program."""
         self._pool = ThreadPool(self._num_threads)
-        return CpuWeights(self._pool, path)
+        return self._pool
 
     def program(self, graph: OpGraph, max_rows: int) -> CpuProgram:
         assert self._pool is not None, "weights come first"

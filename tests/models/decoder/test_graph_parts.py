@@ -24,9 +24,9 @@ PROMPT = 3
 class Pipeline:
     """The parts of a cut graph as programs of one pool, over the same pages: each reads and writes its own layers."""
 
-    def __init__(self, cut: CutGraph, device: CpuDevice) -> None:
+    def __init__(self, cut: CutGraph, device: CpuDevice, max_rows: int = PROMPT) -> None:
         self._cut = cut
-        self.parts: list[CpuProgram] = [device.program(graph, PROMPT) for graph in cut.graphs]
+        self.parts: list[CpuProgram] = [device.program(graph, max_rows) for graph in cut.graphs]
 
     def run(self, batch: Batch) -> FloatArray:
         for part in self.parts:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,19 @@ from localinfer.engine.media import MediaRun, join_pieces, media_ids
 from localinfer.engine.sampling.params import SamplingParams
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels.cpu.program import CpuProgram
+from localinfer.kernels.program import Batch, Segment
 from localinfer.models.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from localinfer.models.checkpoint.model import open_checkpoint
-from localinfer.models.load.loader import load_model
+from localinfer.models.decoder.decoder import write_decoder
+from localinfer.models.decoder.graph_parts import cut_graph
+from localinfer.models.load.loader import load_model, read_config
+from localinfer.models.load.weights import CpuWeights
 from localinfer.models.media.folder_media import open_folder_media
 from localinfer.quant.checkpoint.folder import open_folder
 from localinfer.storage.fingerprint import ModelIdentity
 from localinfer.storage.sessions import load_session, save_session
+from tests.kernels.cpu.device import CpuDevice
+from tests.models.decoder.test_graph_parts import Pipeline, parts_of
 from tests.models.media.conftest import MediaFolders
 from tests.support.checkpoint_files import Stored, safetensors_bytes
 from tests.support.quantized_checkpoints import gptq_tensors, in_module, random_codes
@@ -207,6 +214,27 @@ def test_batches_without_sound_leave_the_adapters_products_out(adapted: Engine) 
     assert len(program.operations()) == counts[1]
 
 
+def test_a_graph_cut_for_several_devices_says_what_it_says_whole(folders: tuple[Path, Path, Path]) -> None:
+    """Every part has the types of rows, wherever its first adapter is."""
+    device, marks = CpuDevice(1), list[int]()
+    with open_checkpoint(folders[1], warns=False) as file:
+        config = replace(read_config(file), takes_media=True)
+        graph = write_decoder(config, CpuWeights(file, device.new_pool()), marks=marks)
+        cut = cut_graph(graph, parts_of(graph, marks), [graph.kv_layers] * 2)
+        whole, pages = device.program(graph, 8), [device.pages(graph.kv_layers, 32) for _ in range(2)]
+        segments = [Segment(0, 3, pages[0]), Segment(0, 4, pages[1])]
+        rows = np.array([2, 3, 6], np.int32)
+        batch = Batch(WORDS[:7], segments, rows, np.array([1, 1, 1, 0, 0, 0, 0], np.int32))
+        words = replace(batch, token_types=None)
+        wanted = [whole.run(one).copy() for one in (batch, words)]
+        parts = Pipeline(cut, device, 8)
+        for one, other in zip(wanted, [parts.run(batch), parts.run(words)], strict=True):
+            assert one.tobytes() == other.tobytes()
+        assert wanted[0][1:].tobytes() == wanted[1][1:].tobytes()
+        assert not np.array_equal(wanted[0][0], wanted[1][0])
+        whole.close()
+
+
 def test_a_model_for_words_has_no_adapter(folders: tuple[Path, Path, Path]) -> None:
     found = []
     for path in folders[:2]:
@@ -222,6 +250,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bias": "lora_only"}, "bias is 'lora_only'"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
     ({"r": 7}, "has rank 6; adapter_config.json says 7"),
     ({"lora_alpha": "much"}, "lora_alpha is 'much'"),
     ({"target_modules": ["q_proj"]}, "target_modules does not name"),
