@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -185,6 +186,18 @@ def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
             call = calls[delta.index]
             calls[delta.index] = ToolCall(call.id, call.name, call.arguments + delta.arguments)
     return tuple(calls)
+
+
+def cut_notices(deltas: Iterable[ToolCallDelta]) -> list[str]:
+    """Notice of a last call whose arguments are no whole JSON; none where they are."""
+    *_, last = (None, *joined_calls(deltas))
+    if last is None:
+        return []
+    try:
+        json.loads(last.arguments)
+    except ValueError:
+        return [f"the call of {last.name!r} was cut off, and its arguments are incomplete; do not run it"]
+    return []
 
 
 class TextStream(Closing, Iterator[StreamEvent], AsyncIterator[StreamEvent]):

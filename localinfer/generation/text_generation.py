@@ -28,6 +28,7 @@ from localinfer.generation.stream import (
     Stats,
     StreamEvent,
     ToolCallDelta,
+    cut_notices,
     joined_calls,
 )
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
@@ -344,6 +345,7 @@ class TextGeneration(Iterator[StreamEvent]):
                 if is_stopped:
                     finish_reason = "stop"
                 if finish_reason is not None:
+                    self._notices += cut_notices((*self._call_deltas, *calls))
                     tokens.close()
                     if finish_reason == "stop" and self._has_calls:
                         finish_reason = "tool_calls"

@@ -193,6 +193,33 @@ def test_calls_of_tools_that_another_server_ran_are_shown_as_text(client):
     assert sorted(set(counts)) == counts
 
 
+def test_calls_are_parallel_where_they_may_be_and_streamed_as_they_are_written(scripts):
+    user = {"messages": [{"role": "user", "content": "hi"}]}
+    flat = [{**LOOK, "name": name} for name in ("patch", "garden__look", "garden__patch")]
+    wrapped = [{"type": "function", "function": tool} for tool in flat]
+    shapes = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in flat]
+    for path, asked, off, kind in (
+        ("/v1/chat/completions", {**user, "tools": wrapped}, {"parallel_tool_calls": False}, '"arguments":'),
+        ("/v1/responses", {"input": "hi", "tools": flat}, {"parallel_tool_calls": False}, "arguments.delta"),
+        (
+            "/v1/messages",
+            {**user, "tools": shapes, "max_tokens": 999},
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "input_json_delta",
+        ),
+    ):
+        asked = {"model": "patches", **asked, "stream": True}
+        counts = []
+        for more in ({}, off):
+            frames = scripts.post(path, json={**asked, **more}).text.split("\n\n")
+            counts.append(sum(name in frame for frame in frames for name in ('"content_block_start"', "item.added")))
+            counts[-1] += sum('"tool_calls"' in frame and '"name"' in frame for frame in frames)
+            pieces = sum(kind in frame for frame in frames)
+            # One for each token, which is a letter here.
+            assert pieces > 0.9 * len(json.dumps({"input": PATCH_TEXT}, ensure_ascii=False)), (path, pieces)
+        assert counts == [3, 1], (path, counts)
+
+
 def test_loop_is_ended_and_not_the_reply_and_said_in_each_api(scripts):
     for path, ask, tools in (
         ("/v1/responses", {"input": "hi"}, [LOOK]),

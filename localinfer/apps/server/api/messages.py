@@ -1,7 +1,6 @@
 """`/v1/messages`: Anthropic's messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -181,7 +180,6 @@ class _MessageWriter(BlockWriter):
         self._envelope = {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model_id}
         self._ending = _ending("length", None)
         self._stats: Stats | None = None
-        self._cut_calls: list[str] = []
 
     def begin(self) -> Iterator[Event]:
         usage = {"input_tokens": self.reply.prompt_tokens[0], "output_tokens": 0}
@@ -190,8 +188,6 @@ class _MessageWriter(BlockWriter):
 
     def end(self, index: int, reason: str, stats: "Stats | None") -> Iterator[Event]:
         yield from self.close_block()
-        if stats is not None and reason == "length" and self._cut_calls:
-            stats = replace(stats, notices=(*stats.notices, *map(_cut_notice, self._cut_calls)))
         self._stats = stats
         self._ending = _ending(reason, stats)
         yield {"type": "message_delta", **self._ending, **({} if stats is None else {"timings": timings(stats)})}
@@ -229,7 +225,6 @@ class _MessageWriter(BlockWriter):
             whole = whole_object(text)
             block["input"] = {} if whole is None else whole
             if whole is None:
-                self._cut_calls.append(block["name"])
                 # What came of the arguments, which are no object: a tool without required ones would run with none.
                 block["incomplete"], block["partial_json"] = True, text
         else:
@@ -238,10 +233,6 @@ class _MessageWriter(BlockWriter):
 
     def _at(self, kind: str) -> Event:
         return {"type": kind, "index": len(self.blocks) - 1}
-
-
-def _cut_notice(name: str) -> str:
-    return f"the call of {name!r} was cut off by max_tokens, and its input is incomplete; do not run it"
 
 
 def _ending(reason: str, stats: "Stats | None") -> dict[str, Any]:
