@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -16,7 +15,7 @@ from localinfer.engine.admission import EngineLimits
 from localinfer.engine.cache.block_hashes import NO_SALT, salt_of
 from localinfer.errors import RequestError, SessionFileError
 from localinfer.generation.options import DefaultOptions
-from localinfer.generation.stream import TextStream, complete_in_thread
+from localinfer.generation.stream import TextStream, call_in_thread, complete_in_thread
 from localinfer.types import BeamCompletion, Closing
 
 if TYPE_CHECKING:
@@ -523,7 +522,7 @@ class LLM(Closing):
         self, state: Content, questions: Mapping[str, Question], **options: Unpack[DecisionOptions]
     ) -> Decisions:
         """As `decide`, in a thread of its own."""
-        return await asyncio.to_thread(self.decide, state, questions, **options)
+        return await call_in_thread(partial(self.decide, state, questions, **options))
 
     def prepare_constraints(self) -> None:
         """Build what the model's constraints and tools need, which the first of them waits for otherwise.

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeVar, cast
 
 from localinfer.arguments import check_number, owned
 from localinfer.errors import RequestError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from localinfer.generation.resumption import ResumedText
     from localinfer.generation.text_generation import TextGeneration
 
+T = TypeVar("T")
 
 CompletionEnd = FinishReason | Literal["tool_calls"]
 """As the engine's, and tool_calls: an end token after at least one whole tool call."""
@@ -401,6 +402,13 @@ async def complete_in_thread(
             stream.cancel()
 
     return await in_thread(complete, stop=cancel, name="localinfer-complete")
+
+
+async def call_in_thread(work: Callable[[], T]) -> T:
+    """Do work that nothing can end early in a thread of its own, and return what it returns."""
+    from localinfer.system.event_loop import in_thread
+
+    return await in_thread(work, stop=lambda: None, name="localinfer-call")
 
 
 MAX_COMPLETIONS = 128

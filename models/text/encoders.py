@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, compress, groupby, pairwise
-from typing import TYPE_CHECKING
+from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from localinfer.errors import TokenizerError
@@ -243,6 +243,30 @@ def _byte_token_ids(vocabulary: Vocabulary) -> list[int]:
     return found
 
 
+class _RanksOfTokens(Mapping[str, int]):
+    """Ranks by text through the ids, as a dictionary takes long to make. ranks: by id, then one more; -1 for none."""
+
+    def __init__(self, ids: Mapping[str, int], ranks: list[int]) -> None:
+        self._ids = ids
+        self._ranks = ranks
+
+    def get(self, text: str, default: Any = None) -> Any:
+        """The rank of a text, or the default."""
+        rank = self._ranks[self._ids.get(text, -1)]
+        return default if rank < 0 else rank
+
+    def __getitem__(self, text: str) -> int:
+        if self._ranks[self._ids[text]] < 0:
+            raise KeyError(text)
+        return self._ranks[self._ids[text]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (text for text, token_id in self._ids.items() if self._ranks[token_id] >= 0)
+
+    def __len__(self) -> int:
+        return sum(self._ranks[token_id] >= 0 for token_id in self._ids.values())
+
+
 class SentencePieceEncoder(SubwordEncoder):
     """Merges by score, as SentencePiece and llama.cpp do, with bytes for what no token covers."""
 
@@ -253,7 +277,7 @@ class SentencePieceEncoder(SubwordEncoder):
         self._byte_ids = _byte_token_ids(vocabulary)
 
     @cached_property
-    def _ranks(self) -> dict[str, int]:
+    def _ranks(self) -> Mapping[str, int]:
         """The rank of a score in descending order: equal scores share a rank, as they share a priority.
 
         A token whose score is minus infinity is made by no merge.
@@ -263,11 +287,8 @@ class SentencePieceEncoder(SubwordEncoder):
         scores = self._vocabulary.scores
         assert scores is not None, "this kind always has scores"
         order = np.unique(-scores, return_inverse=True)[1]
-        ranks: dict[str, int] = {}
-        for texts, ids in zip(pieces(self._ids), pieces(self._ids.values()), strict=True):
-            is_made = scores[ids] > -np.inf
-            ranks.update(compress(zip(texts, order[ids].tolist(), strict=True), is_made.tolist()))
-        return ranks
+        order[np.isneginf(scores)] = -1
+        return _RanksOfTokens(self._ids, [*order.tolist(), -1])
 
     def encode(self, text: str, is_run_start: bool) -> list[int]:
         """Return the ids of plain text; a space comes first where it starts a run and the file adds one."""
