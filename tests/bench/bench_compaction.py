@@ -1,0 +1,65 @@
+"""Compact a conversation of many tokens once, and count what is computed for it and for the turn behind it.
+
+`python -m tests.bench.bench_compaction [MODEL] [--tokens 30000] [--layers 6 --heads 14] [--speculation ngram]`, from
+the repository's root. Without a model one of random weights is made, 64 wide for each head. The summary has 64 tokens
+at most, as random weights never end one.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "apps" / "server"))
+
+from agent_models import write_agent_model
+
+import localinfer
+from localinfer.generation import compaction
+
+PAGE = "The train of the morning leaves the town at nine, and on Fridays it is late by some minutes. " * 40
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "seed": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--tokens", type=int, default=30_000)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=14)
+    parser.add_argument("--speculation")
+    arguments = parser.parse_args()
+    compaction.MOST_SUMMARY_TOKENS = 64
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.model or write_agent_model(
+            Path(folder) / "compaction.gguf", layers=arguments.layers, heads=arguments.heads, head_size=64
+        )
+        context_length = arguments.tokens * 5 // 4
+        with localinfer.load(path, context_length=context_length, speculation=arguments.speculation) as llm:
+            measure(llm, arguments.tokens)
+
+
+def measure(llm: localinfer.LLM, wanted: int) -> None:
+    """Fill a session, compact it, and print what each step computed."""
+    page = len(llm.tokenizer.encode(PAGE))
+    said = [{"role": role, "content": PAGE} for role in ("user", "assistant")] * ((wanted - 100) // (2 * page))
+    said += [{"role": "user", "content": "When is that?"}, {"role": "assistant", "content": "At nine."}]
+    session = llm.session("You answer.", messages=said, **OPTIONS)
+    began = time.perf_counter()
+    print(f"read {session.prewarm():,} tokens in {time.perf_counter() - began:.1f} s", flush=True)
+    began = time.perf_counter()
+    made = session.compact()
+    computed, request = made.prompt_tokens - made.cached_tokens, len(llm.tokenizer.encode(compaction.SUMMARY_REQUEST))
+    print(
+        f"summed {made.messages} messages up in {time.perf_counter() - began:.1f} s: of {made.prompt_tokens:,} tokens "
+        f"{computed} were computed, the request's {request} among them; {made.completion_tokens} written"
+    )
+    for text in ("And on Fridays?", "And on Sundays?"):
+        stats = session.ask(text).stats
+        print(f"the next turn computed {stats.prompt_tokens - stats.cached_tokens} of {stats.prompt_tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()
