@@ -1,7 +1,7 @@
 """Play a coding agent's day, eight hours of a turn a minute, against a server that compacts, and audit every prompt.
 
-`python -m tests.bench.bench_agent_day [--turns 480] [--context 16384] [--seed 1] [--layers 1 --heads 2]`, from the
-repository's root. The agent sends its whole history each time: tool results, questions, edits of the last question,
+`python -m tests.bench.bench_agent_day [--turns 480] [--tasks 1] [--restarts 3] [--context 16384] [--seed 1]`, from
+the repository's root. The agent sends its whole history each time: tool results, questions, edits of the last question,
 interruptions, titles that it reads in between, and the server is restarted three times. The model is a random llama
 whose replies are given (`tests/apps/server/agent_models.py`); all kernels run, with a prompt cache on disk.
 
@@ -112,9 +112,13 @@ class Agent:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
+        self.messages: list[dict[str, Any]] = []
         self.compactions: list[dict[str, int]] = []
         self.num_calls = 0
+
+    def begin(self) -> None:
+        """Begin another conversation."""
+        self.messages = [{"role": "system", "content": SYSTEM}]
 
     def text(self, least: int, most: int) -> str:
         """Some words."""
@@ -191,6 +195,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--tasks", type=int, default=1, help="conversations, one after the other")
     parser.add_argument("--kv-memory", type=int, default=16 << 20)
     arguments = parser.parse_args()
     agent, audit, kinds = Agent(arguments.seed), Audit(), Counter[str]()
@@ -224,6 +229,8 @@ def main() -> int:
             with serving(settings, sources=[source], load=load) as running, running.client() as client:
                 client.timeout = httpx.Timeout(600)
                 while done < last:
+                    if done % -(-arguments.turns // arguments.tasks) == 0:
+                        agent.begin()
                     kinds[agent.turn(client)] += 1
                     audit.settle(done)
                     done += 1

@@ -1,6 +1,6 @@
 """Compact a conversation of many tokens once, and count what is computed for it and for the turn behind it.
 
-`python -m tests.bench.bench_compaction [MODEL] [--tokens 30000] [--layers 6 --heads 14] [--speculation ngram]`, from
+`python -m tests.bench.bench_compaction [MODEL] [--tokens 30000] [--layers 6 --heads 16] [--speculation ngram]`, from
 the repository's root. Without a model one of random weights is made, 64 wide for each head. The summary has 64 tokens
 at most, as random weights never end one.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--tokens", type=int, default=30_000)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=14)
+    parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--speculation")
     arguments = parser.parse_args()
     compaction.MOST_SUMMARY_TOKENS = 64

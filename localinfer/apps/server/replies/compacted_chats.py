@@ -96,7 +96,7 @@ class CompactedChat:
         self._heads = heads
         self._llm = llm
         self._messages = messages
-        self._options = seeded(without_missing_thinking(llm, dict(options)), index, llm.defaults)
+        self._options = dict(seeded(without_missing_thinking(llm, dict(options)), index, llm.defaults))
         self._salt = str(options.get("cache_salt") or "")
         self._stream: TextStream | None = None
 
@@ -128,6 +128,8 @@ class CompactedChat:
 
         steps = compaction_steps(turns, PromptMeter(encode, llm.context_length), limit, continues=continues)
         made = yield from summary_streams(steps, open_summary)
+        # What was begun is not refused any more.
+        self._options.pop("ttft_objective", None)
         if made.plan is not None:
             self._heads.keep(self._messages, made.plan, made.summary, self._salt)
         self._open(made.turns, made.stats)
