@@ -4,9 +4,11 @@ import functools
 import json
 import logging
 import os
+import runpy
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from localinfer.kernels.cpu.encoding import ENCODERS
 from localinfer.kernels.jit import host, isa, object_cache, packs
 from localinfer.kernels.jit.isa import runs_on
 from localinfer.kernels.jit.numba import all_kernels, source_of
+from localinfer.kernels.versions import source_digests
 from localinfer.loading.options import model_path
 from localinfer.models.load.needed_kernels import needed_kernels
 from tests.kernels.cpu.digest import products
@@ -186,6 +189,31 @@ def test_a_pack_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 def test_a_wheel_has_the_packs_as_data() -> None:
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     assert settings["tool"]["setuptools"]["package-data"]["localinfer.kernels"] == [f"packs/*{packs.SUFFIX}"]
+
+
+def test_a_build_takes_the_packs_of_its_sources_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(os, "umask", lambda mode: mode)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    monkeypatch.setenv("LOCALINFER_BUILD_PACKS", str(tmp_path))
+    build = runpy.run_path(str(REPOSITORY / "setup.py"))["BuildWithDigests"]
+    origin, digests = packs._origin(), source_digests("kernels")
+    assert origin is not None and digests is not None
+    itself, target = (
+        SimpleNamespace(distribution=SimpleNamespace(get_version=lambda: origin["version"])),
+        tmp_path / "packs",
+    )
+    with pytest.raises(SystemExit, match="has no packs; make them with"):
+        build._take_packs(itself, target, digests)
+    path = written(tmp_path)
+    assert build._take_packs(itself, target, digests) == {path.name: packs.read(path).digest}
+    assert (target / path.name).read_bytes() == path.read_bytes()
+    for name in ("version", "sources"):
+        written(tmp_path, origin=origin | {name: "another"})
+        with pytest.raises(SystemExit, match="is not of these sources; make it again"):
+            build._take_packs(itself, target, digests)
+    assert list(target.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps a linked object's file open")
