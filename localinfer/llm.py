@@ -513,9 +513,9 @@ class LLM(Closing):
         self, state: Content, questions: Mapping[str, Question], **options: Unpack[DecisionOptions]
     ) -> Decisions:
         """Answer typed questions about a state by probabilities, without generating text; see `generation.decision`."""
-        from localinfer.generation.decision import DecisionModel
+        from localinfer.generation.decision import decision_model
 
-        make = partial(DecisionModel, self._engine, self._chats(), self.tokenizer, self._media_reader)
+        make = partial(decision_model, self._engine, self._model, self._chats(), self._media_reader)
         return self._once("decisions", make).decide(state, questions, **options)
 
     async def adecide(

@@ -41,7 +41,9 @@ from localinfer.generation.questions import (
 )
 
 if TYPE_CHECKING:
+    from localinfer.generation.decision_readouts import TrainedDecisionModel
     from localinfer.generation.media import MediaReader
+    from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.storage.chats import EncodedChat
 
@@ -49,6 +51,24 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _YES_NO = ("Yes", "No")
 _PROBE = "?"
 """A question that begins like no other: what it shares with others is the state."""
+
+
+def decision_model(
+    engine: Engine, model: "Model", chats: ChatModel, media: "MediaReader | None" = None
+) -> "DecisionModel | TrainedDecisionModel":
+    """The way to decide with a model: its own, if it was made for decisions, otherwise by questions in a chat.
+
+    Raises: UnsupportedFormatError for one that was made to decide in a way that is not run.
+    """
+    from localinfer.generation.decision_readouts import TEMPLATE_KEY, TrainedDecisionModel, decision_type
+    from localinfer.models.text.chat_template import ChatTemplate
+
+    tokenizer = model.tokenizer
+    assert tokenizer is not None, "a model that chats has one"
+    if decision_type(model.file.metadata) is None:
+        return DecisionModel(engine, chats, tokenizer, media)
+    template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
+    return TrainedDecisionModel(engine, tokenizer, template, model.file.metadata)
 
 
 class DecisionModel:

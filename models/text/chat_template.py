@@ -183,14 +183,17 @@ class ChatTemplate:
         self._parts_only: dict[str, bool] = {}
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None) -> "ChatTemplate":
-        """Read the template from GGUF metadata; with a tokenizer, `bos_token` and `eos_token` are its own."""
+    def from_metadata(
+        cls, metadata: Mapping[str, object], tokenizer: Tokenizer | None = None, *, key: str = _KEY
+    ) -> "ChatTemplate":
+        """Read the template, or that of another key, from GGUF metadata; with a tokenizer, `bos_token` and `eos_token`
+        are its own."""
         ends = (None, None) if tokenizer is None else (tokenizer.bos_token_id, tokenizer.eos_token_id)
         bos_token, eos_token = (
             "" if tokenizer is None or token_id is None else tokenizer.token_text(token_id) for token_id in ends
         )
         source, tool_source = (
-            value if isinstance(value := metadata.get(key), str) else None for key in (_KEY, f"{_KEY}.tool_use")
+            value if isinstance(value := metadata.get(name), str) else None for name in (key, f"{key}.tool_use")
         )
         return cls(source, bos_token, eos_token, tool_source=tool_source)
 

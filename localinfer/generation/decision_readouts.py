@@ -1,0 +1,264 @@
+"""Models made for decisions: prompts, labels and temperatures as their files say, in place of questions in a chat.
+
+A GGUF file with `<architecture>.decision.type` brings the prompt it was trained with, a template of its own, and a
+temperature for each kind of question. The types here score an option by a label of one token, read where the prompt
+ends, so they share the machinery of every other model; types with heads of their own are refused by name. The formats
+are those of llama.cpp's `/v1/systemone` (tools/server, from b11361 on).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localinfer.arguments import shown
+from localinfer.engine.cache.block_hashes import common_length, salt_of
+from localinfer.engine.cache.prefix_cache import CacheHints
+from localinfer.engine.engine import Engine
+from localinfer.errors import RequestError, UnsupportedFormatError
+from localinfer.generation.label_scores import Label, LabelPrompt, score_labels
+from localinfer.generation.questions import (
+    MOST_OPTIONS,
+    Answer,
+    Choice,
+    Content,
+    Decisions,
+    Messages,
+    Question,
+    Score,
+    YesNo,
+    answer_of,
+    checked_question,
+)
+
+if TYPE_CHECKING:
+    from localinfer.models.text.chat_template import ChatTemplate
+    from localinfer.models.text.tokenizer import Tokenizer
+
+TEMPLATE_KEY = "tokenizer.chat_template.systemone"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_CODES = (*_LETTERS, *(first + second for first in _LETTERS for second in _LETTERS))
+"""Labels of most types: those that are one token, in this order."""
+
+
+@dataclass(frozen=True)
+class Readout:
+    """How a type of model is asked, and what its labels stand for."""
+
+    codes: tuple[str, ...] = _CODES
+    """Labels, in order; those of more than one token are left out."""
+    names_labels: bool = True
+    """Whether the template is told them; otherwise it writes them itself, and all have to be single tokens."""
+    true_first: bool = False
+    """Whether a yes/no question shows true before false."""
+    num_ratings: int | None = None
+    """Labels of a yes/no question from certainly no to certainly yes; None: it has two."""
+    reverses_choices: bool = False
+    """Whether a choice is asked once more with its options in the reverse order, and averaged."""
+    sorts_keys: bool = False
+    """Whether keys of objects are sorted, as in training."""
+    lists_questions: bool = False
+    """Whether each prompt lists all questions of the request."""
+    buckets: tuple[tuple[int, str], ...] = ((2, "2"), (5, "3_5"), (10, "6_10"), (MOST_OPTIONS, "11"))
+    """Names of temperatures by the most options that they are for."""
+
+
+READOUTS = {
+    "openjev": Readout(codes=(*_LETTERS, *_LETTERS.lower()), names_labels=False, true_first=True),
+    "lev": Readout(
+        num_ratings=9,
+        reverses_choices=True,
+        sorts_keys=True,
+        buckets=((8, "small"), (26, "mid"), (MOST_OPTIONS, "large")),
+    ),
+    "nimble": Readout(lists_questions=True),
+}
+"""The types that are read by labels."""
+
+
+def decision_type(metadata: Mapping[str, object]) -> str | None:
+    """The type of a model made for decisions, None for any other."""
+    found = metadata.get(f"{metadata.get('general.architecture')}.decision.type")
+    return found if isinstance(found, str) else None
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A question as it is asked once."""
+
+    token_ids: NDArray[np.int32]
+    labels: tuple[Label, ...]
+    temperature: float
+    is_reversed: bool = False
+
+
+class TrainedDecisionModel:
+    """Answers questions with a model made for it; threads may share it. Raises: UnsupportedFormatError."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate", metadata: Mapping[str, object]
+    ) -> None:
+        """template: that of `TEMPLATE_KEY`."""
+        kind = decision_type(metadata)
+        readout = READOUTS.get(str(kind))
+        if readout is None:
+            raise UnsupportedFormatError(
+                f"this model decides by a head of type {kind!r}, which is not run; wanted {', '.join(READOUTS)}, "
+                "or any chat model"
+            )
+        if template.is_fallback:
+            raise UnsupportedFormatError(
+                f"this model's file has no prompt for decisions that compiles ({TEMPLATE_KEY}); convert it again with "
+                "a current converter"
+            )
+        self._engine, self._tokenizer, self._template, self._readout = engine, tokenizer, template, readout
+        self._temperatures = _temperatures(metadata)
+        encoded = [(code, tokenizer.encode(code, add_special=False, parse_special=False)) for code in readout.codes]
+        singles = [(code, ids[0]) for code, ids in encoded if len(ids) == 1]
+        needed = len(readout.codes) if not readout.names_labels else max(2, readout.num_ratings or 0)
+        if len(singles) < needed:
+            raise UnsupportedFormatError(
+                f"{len(singles)} labels of type {kind!r} are single tokens of this vocabulary; wanted {needed} or more"
+            )
+        self._labels = singles[:MOST_OPTIONS]
+
+    def decide(
+        self,
+        state: Content,
+        questions: Mapping[str, Question],
+        *,
+        messages: Messages | None = None,
+        orders: int = 1,
+        cache_salt: str | None = None,
+        on_encoded: Callable[[int], object] | None = None,
+    ) -> Decisions:
+        """As `DecisionModel.decide`; messages are the state, as JSON. Raises: RequestError for `orders`, too: the model
+        was trained for its own."""
+        if (state is None) == (messages is None):
+            raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
+        if not isinstance(questions, Mapping) or not questions:
+            raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
+        if orders != 1:
+            raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
+        if on_encoded is not None and not callable(on_encoded):
+            raise RequestError(f"{shown(on_encoded)} is no function that takes a number of tokens; give one, or None")
+        salt = salt_of(cache_salt)
+        about = state if messages is None else [dict(message) for message in messages]
+        prompts = {name: self._prompts(about, name, questions) for name in questions}
+        every = [prompt for of_question in prompts.values() for prompt in of_question]
+        first = every[0].token_ids
+        state_tokens = min(common_length(first, prompt.token_ids) for prompt in every)
+        prompt_tokens = state_tokens + sum(prompt.token_ids.size - state_tokens for prompt in every)
+        if on_encoded is not None:
+            on_encoded(prompt_tokens)
+        hints = CacheHints(system_tokens=state_tokens, branch_tokens=(state_tokens,), salt=salt)
+        scores = score_labels(self._engine, [LabelPrompt(one.token_ids, one.labels) for one in every], hints)
+        found = iter(scores.logprobs)
+        answers = {name: self._answer(questions[name], prompts[name], found) for name in questions}
+        return Decisions(
+            answers=answers,
+            state_tokens=state_tokens,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(scores.cached_tokens, state_tokens),
+            computed_tokens=scores.computed_tokens,
+        )
+
+    def _prompts(self, state: Any, name: str, questions: Mapping[str, Question]) -> list[_Prompt]:
+        """The prompts of one question."""
+        question = checked_question(questions[name])
+        options, readout = self._options(question), self._readout
+        if len(options) > len(self._labels):
+            raise RequestError(
+                f"{name!r} has {len(options)} options, this model has labels for {len(self._labels)}; leave some out",
+                field="criteria",
+            )
+        outputs = readout.num_ratings if isinstance(question, YesNo) and readout.num_ratings else len(options)
+        labels = tuple((token_id,) for _, token_id in self._labels[:outputs])
+        listed = [self._asked(other, checked_question(one)) for other, one in questions.items()]
+        prompts = []
+        for is_reversed in (False, True)[: 1 + (readout.reverses_choices and isinstance(question, Choice))]:
+            values = {"state": state, **self._asked(name, question, is_reversed=is_reversed)}
+            values |= {"questions": listed} if readout.lists_questions else {}
+            values = _sorted(values) if readout.sorts_keys else values
+            segments = self._template.render_segments(
+                [], self._tokenizer.special_spellings, add_generation_prompt=True, **values, images=[]
+            )
+            ids = self._tokenizer.encode_segments(segments, max_tokens=self._engine.context_length)
+            temperature = self._temperature(question, len(options))
+            prompts.append(_Prompt(np.array(ids, np.int32), labels, temperature, is_reversed))
+        return prompts
+
+    def _asked(self, name: str, question: Question, *, is_reversed: bool = False) -> dict[str, Any]:
+        """A question as the template reads it."""
+        if question.instructions is None:
+            raise RequestError(f"{name!r} has no instructions, which this model needs; give them", field="instructions")
+        shown_options = self._options(question)[:: -1 if is_reversed else 1]
+        options = []
+        for index, (key, description) in enumerate(shown_options):
+            label = (
+                {"label": self._labels[index][0]} if self._readout.names_labels and index < len(self._labels) else {}
+            )
+            options.append({"key": key, "description": description, **label})
+        return {"id": name, "type": _kind(question), "instructions": question.instructions, "options": options}
+
+    def _options(self, question: Question) -> list[tuple[str, Any]]:
+        """Names and descriptions in the order of the labels."""
+        match question:
+            case YesNo():
+                both = [("false", question.no), ("true", question.yes)]
+                return both[::-1] if self._readout.true_first else both
+            case Choice():
+                return list(question.options.items())
+            case Score():
+                return [(str(index), level) for index, level in enumerate(question.levels)]
+
+    def _temperature(self, question: Question, num_options: int) -> float:
+        bucket = next(name for most, name in self._readout.buckets if num_options <= most)
+        kind = _kind(question)
+        return self._temperatures.get(f"{kind}.{bucket}", self._temperatures.get(kind, 1.0))
+
+    def _answer(self, question: Question, prompts: list[_Prompt], found: Iterator[NDArray[np.float64]]) -> Answer:
+        """The answer, from the log probabilities of the labels behind each of a question's prompts."""
+        total, mass = np.zeros(len(prompts[0].labels)), 0.0
+        for prompt in prompts:
+            logprobs = next(found)
+            weights = np.exp((logprobs - logprobs.max()) / prompt.temperature)
+            total += (weights / weights.sum())[:: -1 if prompt.is_reversed else 1]
+            mass += float(np.exp(logprobs).sum())
+        probabilities = total / len(prompts)
+        if isinstance(question, YesNo):
+            if self._readout.num_ratings is not None:
+                yes = float(probabilities @ np.arange(probabilities.size)) / (probabilities.size - 1)
+            else:
+                yes = float(probabilities[0 if self._readout.true_first else 1])
+            probabilities = np.array([yes, 1 - yes])
+        return answer_of(question, probabilities.tolist(), min(1.0, mass / len(prompts)))
+
+
+def _kind(question: Question) -> str:
+    """The System One API's name of a question's type."""
+    return {YesNo: "noul", Choice: "choice", Score: "score"}[type(question)]
+
+
+def _temperatures(metadata: Mapping[str, object]) -> dict[str, float]:
+    """Temperatures by the end of their keys. Raises: UnsupportedFormatError naming a key."""
+    prefix = f"{metadata.get('general.architecture')}.decision.temperature."
+    found = {}
+    for key, value in metadata.items():
+        if key.startswith(prefix):
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                raise UnsupportedFormatError(f"{key} is {shown(value)}; wanted a number above 0")
+            found[key.removeprefix(prefix)] = float(value)
+    return found
+
+
+def _sorted(value: Any) -> Any:
+    """JSON with the keys of every object in order."""
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [_sorted(one) for one in value]
+    return value
