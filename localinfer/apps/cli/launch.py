@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from localinfer.apps.cli.help import GroupedCommand
 from localinfer.apps.cli.options import COUNT, flag, option
 from localinfer.errors import RequestError
 
@@ -30,7 +29,7 @@ _END_SECONDS = 12.0
 _LARGEST_REPLY = 32_768
 
 
-@click.command("launch", cls=GroupedCommand)
+@click.command("launch")
 @click.argument("agent", required=False, metavar="[AGENT]")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]")
 @option("-m --model", "MODEL", "Model, as `localinfer serve` takes it. Default: what a running server has.")

@@ -76,8 +76,8 @@ def played(file: Path, messages: Sequence[Mapping[str, Any]], options: Mapping[s
     tools = {tool["function"]["name"]: tool["function"] for tool in options.get("tools") or ()}
     if messages[-1]["role"] == "user" and not _question(final) and _SUMMARY.search(final):
         return {"content": SUMMARY}
-    if not tools and "SEARCH" in " ".join(texts[:4]):
-        return _of_blocks(asked)
+    if not tools and "*file listing*" in " ".join(texts[:4]):
+        return _of_listings(asked)
     if not tools and _SUMMARY.search(system):
         return {"content": SUMMARY}
     if not tools and "title" in (system + final).lower():
@@ -102,13 +102,12 @@ def _question(text: str) -> str:
     return found if found in text else ""
 
 
-def _of_blocks(asked: str) -> dict[str, Any]:
+def _of_listings(asked: str) -> dict[str, Any]:
+    """The reply to aider, which takes whole files from the text."""
     if asked == LONG:
         return {"content": _LONG_REPLY}
-    if asked == EDIT:
-        block = f"<<<<<<< SEARCH\n{FORMER}\n=======\n{WANTED}\n>>>>>>> REPLACE"
-        return {"content": f"{DONE}\n\nnotes.txt\n```\n{block}\n```\n"}
-    return {"content": ANSWER}
+    listing = f"{DONE}\n\nnotes.txt\n```\nfirst line\n{WANTED}\n```\n"
+    return {"content": listing if asked == EDIT else ANSWER}
 
 
 def planned(tools: Mapping[str, Mapping[str, Any]], file: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -167,6 +166,9 @@ def _text(content: Any) -> str:
     return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
+_make_app = app_module.make_app
+
+
 class _Recorder:
     """ASGI middleware that notes requests and answers."""
 
@@ -206,21 +208,23 @@ class _Recorder:
 
 
 @contextmanager
-def serving(folder: Path, project: Path) -> Iterator[StandIn]:
+def serving(folder: Path, project: Path, context: int | None = None) -> Iterator[StandIn]:
     """A server of the scripted model on a free port, in a thread of this process.
 
-    folder: where the model is written. project: the folder with `notes.txt`.
+    folder: where the model is written. project: the folder with `notes.txt`. context: of the model, None for its own.
     """
     stand_in = StandIn()
-    make_app = app_module.make_app
+    former = app_module.make_app
 
     def recorded(*parts: Any) -> Any:
-        app = make_app(*parts)
+        app = _make_app(*parts)
         app.add_middleware(_Recorder, stand_in=stand_in)
         return app
 
     def load(source: ModelSource) -> LLM:
-        return load_agent_model(source.path, partial(played, project / "notes.txt"), threads=1)
+        return load_agent_model(
+            source.path, partial(played, project / "notes.txt"), threads=1, context_length=context, disk_cache=False
+        )
 
     source = ModelSource(MODEL, write_agent_model(folder / f"{MODEL}.gguf"), 1_700_000_000)
     app_module.make_app = recorded
@@ -229,7 +233,7 @@ def serving(folder: Path, project: Path) -> Iterator[StandIn]:
             stand_in.port = running.port
             yield stand_in
     finally:
-        app_module.make_app = make_app
+        app_module.make_app = former
 
 
 def wait_for(is_true: Any, seconds: float) -> bool:
