@@ -152,6 +152,9 @@ class ProcessorSettings:
 
     def token(self, name: str, default: str) -> str:
         """A special token's text: the processor's word for it, the tokenizer's, or the family's."""
+        found = self.processor.get(name)
+        if isinstance(found, dict) and isinstance(found.get("content"), str):
+            return str(found["content"])
         return self.processor.text(name) or self.tokens.get(name, default)
 
     def part(self, *names: str) -> PartSettings:

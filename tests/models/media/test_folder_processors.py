@@ -304,6 +304,15 @@ def test_what_the_processor_gives_with_every_picture_goes_before_its_files(model
     assert len(cuts) == 3, "two tiles and the whole"
 
 
+def test_tokens_of_the_processor_may_be_records() -> None:
+    for token in ("<pic>", {"__type": "AddedToken", "content": "<pic>", "special": True}):
+        folder = Folder({"model_type": "idefics3"}, processor_config={"image_token": token}, preprocessor_config=HALVES)
+        assert read_picture_processor(folder).token == "<pic>"
+    wrong = Folder({"model_type": "idefics3"}, processor_config={"image_token": {"content": 3}}, preprocessor_config={})
+    with pytest.raises(CorruptFileError, match="image_token"):
+        read_picture_processor(wrong)
+
+
 def test_clip_sizes_are_numbers_in_older_files() -> None:
     settings = {"size": 56, "crop_size": 56, "feature_extractor_type": "CLIPFeatureExtractor"}
     config = {"model_type": "llava", "vision_config": {"patch_size": 14}}

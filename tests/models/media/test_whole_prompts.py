@@ -65,7 +65,7 @@ def test_answers_are_the_same_bits_in_any_company_and_after_a_restart(
     together = [stream.result() for stream in streams]
     assert [one.logprobs for one in together[:2]] == [one.logprobs for one in alone]
     for _ in range(2):
-        with localinfer.load(folder, threads=2, kv_type="f32", disk_cache_folder=tmp_path) as other:
+        with localinfer.load(folder, threads=2, kv_type="f32", disk_cache=True, disk_cache_folder=tmp_path) as other:
             prompt = other.encode_prompt([pictures[0], "Look now"])
             assert other.complete(prompt, **GREEDY).logprobs == alone[0].logprobs
     # A prompt that only begins alike shares nothing: its rows have seen another end.
