@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from localinfer.errors import ConstraintError
-from localinfer.generation.chat.json_schema import MAX_CHARACTERS, MAX_COUNT, MAX_DEPTH
+from localinfer.generation.chat.json_schema import MAX_COUNT, MAX_DEPTH
 from localinfer.generation.chat.spelled_grammar import TextGrammar
 from localinfer.generation.chat.text_spelling import (
     Expression,
@@ -28,6 +28,8 @@ from localinfer.generation.chat.text_spelling import (
 )
 
 MAX_RULES = 2_000
+MAX_CHARACTERS = 1 << 16
+"""Of a grammar, and of a regular expression: all of one is read before anything else is done for its request."""
 _TOKEN = re.compile(
     r"""
     (?P<space>[ \t\f\r]+|(?://|\#)[^\n]*|\\[ \t]*\r?\n)

@@ -49,8 +49,14 @@ class TextGrammar(NamedTuple):
     """Texts that may stand between words."""
 
     def spelled(self, spelling: TextSpelling) -> SpelledGrammar:
-        """The grammar of spelled texts. Raises: ConstraintError for a terminal that contains itself."""
-        return _Writer(self, spelling).written()
+        """The grammar of spelled texts.
+
+        Raises: ConstraintError for a terminal that contains itself, and for rules that use each other too deeply.
+        """
+        try:
+            return _Writer(self, spelling).written()
+        except RecursionError:
+            raise ConstraintError("the grammar's rules use each other too deeply; write some of them out") from None
 
 
 class _Writer:
@@ -64,6 +70,12 @@ class _Writer:
         self._rules: dict[str, str] = {}
         self._letters: dict[Letters, str] = {}
         self._words: dict[Expression, str] = {}
+        self._runs: dict[str, str] = {}
+        self._cuts: dict[str, str] = {}
+        # By the name of a terminal, so that each is looked at once however often others use it.
+        self._going_on: dict[str, bool] = {}
+        self._empty: dict[str, bool] = {}
+        self._respelled: dict[str, bool] = {}
         recursive = _recursive(grammar.rules)
         for name in recursive & grammar.terminals:
             raise ConstraintError(f"the terminal {name!r:.60} contains itself; make it a rule, in small letters")
@@ -173,7 +185,10 @@ class _Writer:
             return self._word(part)
         match part:
             case RuleName(name):
-                return self._cut(self._grammar.rules[name])
+                if name not in self._cuts:
+                    self._cuts[name] = f"c{self._numbers[name]}"
+                    self._rules[self._cuts[name]] = self._cut(self._grammar.rules[name])
+                return self._cuts[name]
             case Lexeme(inner):
                 return self._cut(inner)
             case Joined(parts):
@@ -197,30 +212,56 @@ class _Writer:
         return [self._word(Text(one)) for one in letters.respelled()]
 
     def _named_word(self, body: str) -> str:
-        name = next((name for name, known in self._terminals.items() if known == body), f"P{len(self._terminals)}")
-        self._terminals[name] = body
-        return name
+        if body not in self._runs:
+            self._runs[body] = f"P{len(self._runs)}"
+            self._terminals[self._runs[body]] = body
+        return self._runs[body]
 
     def _has_respelled(self, part: Expression) -> bool:
-        """True if a text of an expression may have a letter that is spelled otherwise."""
-        return any(
-            bool(one.respelled()) if isinstance(one, Letters) else one.text != self._spelling.text(one.text)
-            for one in _leaves(part, self._grammar.rules)
-        )
+        """True if a text of an expression of a terminal may have a letter that is spelled otherwise."""
+        match part:
+            case Letters():
+                return bool(part.respelled())
+            case Text(text):
+                return text != self._spelling.text(text)
+            case RuleName(name):
+                if name not in self._respelled:
+                    self._respelled[name] = self._has_respelled(self._grammar.rules[name])
+                return self._respelled[name]
+        return any(map(self._has_respelled, _inner(part)))
+
+    def _may_be_empty(self, part: Expression) -> bool:
+        match part:
+            case Text(text):
+                return not text
+            case RuleName(name):
+                if name not in self._empty:
+                    self._empty[name] = self._may_be_empty(self._grammar.rules[name])
+                return self._empty[name]
+            case Joined(parts):
+                return all(map(self._may_be_empty, parts))
+            case OneOf(choices):
+                return any(map(self._may_be_empty, choices))
+            case Repeated(inner, least):
+                return least == 0 or self._may_be_empty(inner)
+            case Lexeme(inner):
+                return self._may_be_empty(inner)
+        return False
 
     def _goes_on(self, part: Expression) -> bool:
         """True if a text of an expression can be the start of a longer one that has another such letter behind it."""
-        rules = self._grammar.rules
         match part:
             case RuleName(name):
-                return self._goes_on(rules[name])
+                if name not in self._going_on:
+                    self._going_on[name] = self._goes_on(self._grammar.rules[name])
+                return self._going_on[name]
             case Lexeme(inner):
                 return self._goes_on(inner)
             case Joined(parts):
                 for one in reversed(parts):
                     if self._goes_on(one):
                         return True
-                    if not _may_be_empty(one, rules):
+                    if not self._may_be_empty(one):
                         return False
                     if self._has_respelled(one):
                         return True
@@ -236,23 +277,6 @@ def _times(part: Repeated) -> str:
     return f"{{{part.least},{'' if part.most is None else part.most}}}"
 
 
-def _leaves(part: Expression, rules: Mapping[str, Expression]) -> "list[Letters | Text]":
-    """The letters and texts of an expression of a terminal."""
-    found: list[Letters | Text] = []
-    waiting, seen = [part], set()
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Letters | Text):
-            found.append(one)
-        elif isinstance(one, RuleName):
-            if one.name not in seen:
-                seen.add(one.name)
-                waiting.append(rules[one.name])
-        else:
-            waiting += _inner(one)
-    return found
-
-
 def _inner(part: Any) -> "list[Expression]":
     """The parts of an expression."""
     match part:
@@ -261,24 +285,6 @@ def _inner(part: Any) -> "list[Expression]":
         case Repeated(inner) | Lexeme(inner):
             return [inner]
     return []
-
-
-def _may_be_empty(part: Expression, rules: Mapping[str, Expression]) -> bool:
-    match part:
-        case Letters():
-            return False
-        case Text(text):
-            return not text
-        case RuleName(name):
-            return _may_be_empty(rules[name], rules)
-        case Joined(parts):
-            return all(_may_be_empty(one, rules) for one in parts)
-        case OneOf(choices):
-            return any(_may_be_empty(one, rules) for one in choices)
-        case Repeated(inner, least):
-            return least == 0 or _may_be_empty(inner, rules)
-        case Lexeme(inner):
-            return _may_be_empty(inner, rules)
 
 
 def _recursive(rules: Mapping[str, Expression]) -> frozenset[str]:

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from localinfer.errors import ConstraintError
@@ -59,7 +60,7 @@ class Letters(NamedTuple):
 
     def respelled(self) -> list[str]:
         """Those of its letters that JSON spells otherwise."""
-        return [one for one in _RESPELLED if any(item.has(one) for item in self.items) != self.is_negated]
+        return _respelled(self.items, self.is_negated)
 
     def as_they_are(self, spelling: TextSpelling) -> str:
         """A regular expression of those that are spelled as they are; empty where there are none."""
@@ -75,6 +76,11 @@ class Letters(NamedTuple):
             plain = "".join(item.written for item in self.items if item.written not in map(_code, respelled))
             made = (f"[{_NOT_RESPELLED}&&[{plain}]]" if respelled else f"[{plain}]") if plain else ""
         return f"(?i:{made})" if made and self.ignores_case else made
+
+
+@lru_cache(maxsize=1024)
+def _respelled(items: tuple[LetterItem, ...], is_negated: bool) -> list[str]:
+    return [one for one in _RESPELLED if any(item.has(one) for item in items) != is_negated]
 
 
 class Text(NamedTuple):

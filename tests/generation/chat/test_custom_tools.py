@@ -132,6 +132,13 @@ def test_patch_of_one_file_has_one_and_moves_none(allows):
         assert not allows(HERMES, tools, begin + inner + end), inner
 
 
+def test_terminals_that_use_others_twice_take_no_longer_for_it():
+    """Each of sixty doublings would otherwise double the work."""
+    doubled = "".join(f"A{index}: A{index + 1} A{index + 1}\n" for index in range(60)) + "A60: /[^a]*/\n"
+    tools = custom("lark", f'start: s | e\ne: e "x"\ns: A0\n{doubled}')
+    assert tools[0].form is not None and len(tools[0].form.definition) < 2_000
+
+
 @pytest.mark.parametrize(
     ("syntax", "definition", "found"),
     [
@@ -156,7 +163,9 @@ def test_patch_of_one_file_has_one_and_moves_none(allows):
         ("lark", "start: /a/l", "flag 'l'"),
         ("lark", "start: /[[:alpha:]]/", "within a class"),
         ("lark", "start: /a\\b/", r"has \\b, which is not supported"),
-        ("lark", "start: " + "x " * (1 << 18), "characters; wanted at most"),
+        ("lark", "start: " + "x " * (1 << 16), "characters; wanted at most"),
+        ("lark", "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(900)) + "a900: /x/", "too deeply"),
+        ("lark", "start: a0\n" + "".join(f"a{i}: /x/\n" for i in range(2001)), "wanted at most 2000"),
         ("regex", "a(?!b)", "looks ahead"),
         ("regex", "a{1,99999}", "repeats a part"),
         ("regex", "(a", "nothing closes"),
