@@ -364,6 +364,11 @@ class _Plan:
     def input_size(self, size: Size) -> InputSize:
         config = self._config
         columns, rows = (-(-(side // config.patch_size) // config.merge) for side in size)
+        if not rows * columns:
+            raise CorruptFileError(
+                f"clip.vision.image_size is {config.image_size}, and an input of {size[0]} x {size[1]} pixels has no "
+                f"patch of {config.patch_size} in it; wanted one at least. Download the mmproj file again"
+            )
         if config.projector == "resampler":
             num_rows = config.num_queries
         else:

@@ -258,3 +258,9 @@ def test_smart_sizes_are_multiples_within_their_limits_but_for_thin_pictures() -
         assert width % 28 == height % 28 == 0
         assert width * height >= 8 * 784
         assert width * height <= 1024 * 784 or min(width, height) == 28
+
+
+@pytest.mark.parametrize("projector", ["gemma3", "mlp", "internvl", "llama4", "janus_pro"])
+def test_a_picture_without_a_patch_is_the_files_fault(projector: str) -> None:
+    with pytest.raises(CorruptFileError, match="no patch of"):
+        count_rows(40, 30, config(projector, image_size=3))
