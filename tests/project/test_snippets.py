@@ -70,6 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "states.jsonl").write_text('{"text": "Hello"}\n', encoding="utf-8")
     (folder / "calibration.json").write_text('{"refund": {"temperature": 2, "points": []}}', encoding="utf-8")
     (folder / "schema.json").write_text('{"type": "integer", "maximum": 9, "minimum": 1}', encoding="utf-8")
+    (folder / "servers.json").write_text('{"mcpServers": {}}', encoding="utf-8")
     (folder / "template.jinja").write_text("{{ messages[-1].content }}", encoding="utf-8")
     return folder
 
