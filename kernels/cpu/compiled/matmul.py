@@ -275,7 +275,7 @@ def tile_product(
     offset by `first` (the tile's first weight row), of which `count` (1..16) exist. bias: address of 16 float32.
     """
     takes_pairs = isa.pairs_rows() and layout in PAIRED_LAYOUTS
-    if num_rows > 4 and (layout in _OF_FOUR_ROWS or (emit.is_neon and not takes_pairs)):
+    if num_rows > 4 and (_is_of_four_rows(layout) or (emit.is_neon and not takes_pairs)):
         # `_width` asks for none.
         emit.call("llvm.trap", ir.VoidType(), [])
         return
@@ -321,8 +321,10 @@ def write_totals(
     _write(emit, 0, load_totals(emit, totals_address), table, bias_address, scale_value, first_row, row_limit)
 
 
-_OF_FOUR_ROWS = (Layout.Q4_K,) if isa.SELECTED is ISA.AVX512_VNNI else ()
-"""Layouts of which a product takes four rows of activations at most."""
+def _is_of_four_rows(layout: int) -> bool:
+    """True if a product takes four rows of activations at most."""
+    return layout == Layout.Q4_K and isa.SELECTED is ISA.AVX512_VNNI
+
 
 _MATMUL_BYTES, _PROJECTION_BYTES = MATMUL.num_bytes, PROJECTION.num_bytes
 
@@ -384,7 +386,7 @@ else:
     @emitted(types.int64, LITERAL)
     def _most_rows(emit: Emitter, layout: int) -> Value:
         """Rows of one product: of Q4_K four, since registers do not hold the sums of eight rows and two blocks."""
-        return emit.i64(4 if layout in _OF_FOUR_ROWS else 8)
+        return emit.i64(4 if _is_of_four_rows(layout) else 8)
 
     @compose
     def _width(layout: int, left: int) -> int:
