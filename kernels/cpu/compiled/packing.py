@@ -72,6 +72,18 @@ def _transpose_words(
             emit.store(value, b.add(out, b.mul(distance, emit.i64(2 * i + word))), align=16)
 
 
+@emitted(VOID, *[types.int64] * 3)
+def _gather_halves(emit: Emitter, start: Value, stride: Value, out: Value) -> None:
+    """One number of two bytes of each of sixteen rows to one vector."""
+    b = emit.builder
+    value = emit.zeros(I16)
+    for row in range(16):
+        half = emit.load(b.add(start, b.mul(stride, emit.i64(row))), I16, align=1)
+        value = b.insert_element(value, half, emit.i32(row))
+    # A field may follow sixteen bytes of scales.
+    emit.store(value, out, align=16)
+
+
 @inline
 def _transpose_tile(source: int, row_bytes: int, columns: int, width: int, target: int) -> int:
     """Transpose whole blocks of sixteen columns of a full tile of plain numbers; returns how many columns that was."""
@@ -364,6 +376,14 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                         _transpose_words(
                             unit_source + 4 * item, row_bytes, unit_target + distance * item, distance, flip
                         )
+                done = p.units
+            if width == 2 and kind == 0 and p.file_bytes > width and 16 * tile + 16 <= p.rows:
+                row_bytes = p.units * p.file_bytes
+                first_source = p.source + 16 * tile * row_bytes + field.file_offset
+                for unit in range(p.units):
+                    for item in range(items):
+                        place = base + unit * p.unit_bytes + 32 * item
+                        _gather_halves(first_source + unit * p.file_bytes + 2 * item, row_bytes, place)
                 done = p.units
             for first in range(done, p.units, step):
                 for lane in range(16):
