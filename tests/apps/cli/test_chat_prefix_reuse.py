@@ -119,7 +119,7 @@ def test_a_reply_that_reaches_the_end_of_the_context_goes_on_once_older_messages
         assert conversation.messages[-1]["content"].startswith(begun)
         assert len(conversation.messages[-1]["content"]) > len(begun)
         assert "no room for more" in shown(chat, notices, "/continue")
-        assert "too long to be summed up" in shown(chat, notices, "/context summarise")
+        assert "too few for a summary" in shown(chat, notices, "/context summarise")
         chat.handle("Hello")
         assert conversation.messages[0]["content"] == "Hello", "never a dead end"
 

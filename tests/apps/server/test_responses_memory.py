@@ -117,7 +117,11 @@ def test_item_is_referred_to_by_its_id(tcp, post):
 
 
 def test_conversation_grows_by_what_is_said(tcp, post):
-    begun = post("/v1/conversations", items=[{"role": "system", "content": "Be brief."}], metadata={"topic": "dogs"})
+    begun = post(
+        "/v1/conversations",
+        items=[{"role": "system", "content": "Speak of dogs, which no other test does."}],
+        metadata={"topic": "dogs"},
+    )
     path = f"/v1/conversations/{begun['id']}"
     first = post(**ASK, conversation=begun["id"])
     assert first["conversation"] == {"id": begun["id"]}
@@ -160,7 +164,7 @@ def test_conversation_and_its_items_are_changed_and_deleted(tcp, post):
         "conversation",
         "conversation_not_found",
     )
-    refused = tcp.post("/v1/conversations", json={"items": [{"type": "computer_call"}]})
+    refused = tcp.post("/v1/conversations", json={"items": [{"type": "no_such_item"}]})
     assert error_of(refused)[:2] == (400, "items[0]")
 
 
