@@ -46,22 +46,22 @@ _CODES = (*_LETTERS, *(first + second for first in _LETTERS for second in _LETTE
 
 @dataclass(frozen=True)
 class Readout:
-    """How a type of model is asked, and what its labels stand for."""
+    """Rules by which a type of model is asked, and the meaning of its labels."""
 
     codes: tuple[str, ...] = _CODES
     """Labels, in order; those of more than one token are left out."""
     names_labels: bool = True
-    """Whether the template is told them; otherwise it writes them itself, and all have to be single tokens."""
+    """True if the template is told them; otherwise it writes them itself, and all have to be single tokens."""
     true_first: bool = False
-    """Whether a yes/no question shows true before false."""
+    """True if a yes/no question shows true before false."""
     num_ratings: int | None = None
     """Labels of a yes/no question from certainly no to certainly yes; None: it has two."""
     reverses_choices: bool = False
-    """Whether a choice is asked once more with its options in the reverse order, and averaged."""
+    """True if a choice is asked once more with its options in the reverse order, and averaged."""
     sorts_keys: bool = False
-    """Whether keys of objects are sorted, as in training."""
+    """True if keys of objects are sorted, as in training."""
     lists_questions: bool = False
-    """Whether each prompt lists all questions of the request."""
+    """True if each prompt lists all questions of the request."""
     buckets: tuple[tuple[int, str], ...] = ((2, "2"), (5, "3_5"), (10, "6_10"), (MOST_OPTIONS, "11"))
     """Names of temperatures by the most options that they are for."""
 

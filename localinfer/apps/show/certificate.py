@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from localinfer.apps.show.verify import lone_part, passages
 from localinfer.errors import RequestError
+from localinfer.kernels.kv_layout import PAGE_TOKENS
 from localinfer.models.checks import Finding
 from localinfer.types import ProgressCallback
 
@@ -52,6 +53,10 @@ class Certificate:
     """Of the ids of every probe; none of a file without a vocabulary, whose probes are ids."""
     outputs: Sequence[str] = ()
     """Of the logits behind every probe, or of an encoder's hidden states; none of a file that answers nothing alone."""
+    layers: Sequence[str] = ()
+    """Of the keys that each layer with attention over all positions writes for one page of ids, in order. They depend
+    on the layers before it, so the first that differs follows the first layer that computes otherwise. None of models
+    without such layers, and of certificates by older versions."""
     computed: Mapping[str, str] = field(default_factory=dict)
     """Choices that outputs depend on: how keys and values are kept."""
     format: int = FORMAT
@@ -112,7 +117,8 @@ def certify_outputs(made: Certificate, llm: "LLM") -> Certificate:
     probes = [_ids(tokenizer, number, llm) for number in range(NUM_PROBES)]
     texts = [] if tokenizer is None else [_digest(probe) for probe in probes]
     outputs = [_digest(row) for row in _outputs(llm, probes)]
-    return replace(made, texts=texts, outputs=outputs, computed={"kv_type": llm.info.kv_type})
+    layers = list(_layer_keys(llm))
+    return replace(made, texts=texts, outputs=outputs, layers=layers, computed={"kv_type": llm.info.kv_type})
 
 
 def compare(certificate: Certificate, found: Certificate) -> list[Finding]:
@@ -133,7 +139,8 @@ def compare(certificate: Certificate, found: Certificate) -> list[Finding]:
         number = _first_difference(certificate.outputs, found.outputs)
         same = "the file is the same, so this machine or version computes otherwise; see `localinfer doctor`"
         reason = _AGAIN if findings else same
-        findings.append(finding(f"other logits from probe {number} of {NUM_PROBES} on: {reason}"))
+        where = _where(certificate.layers, found.layers)
+        findings.append(finding(f"other logits from probe {number} of {NUM_PROBES} on{where}: {reason}"))
     return findings
 
 
@@ -147,6 +154,16 @@ def _differences(kind: str, wanted: Mapping[str, str], found: Mapping[str, str])
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             shown = ", ".join(names[:_MOST_NAMED])
             yield Finding("certificate", f"{kind} {shown}{more} {what} those certified: {_AGAIN}", is_error=True)
+
+
+def _where(wanted: Sequence[str], found: Sequence[str]) -> str:
+    """The place of the first layer that computes otherwise, as far as digests of keys tell it."""
+    if not wanted or len(wanted) != len(found):
+        return ""
+    number = _first_difference(wanted, found)
+    if number > len(wanted):
+        return ", behind the keys of the last layer with attention, which are the same"
+    return f", as are the keys of layer {number} of {len(wanted)} with attention, the first that differ"
 
 
 def _first_difference(wanted: Sequence[str], found: Sequence[str]) -> int:
@@ -215,6 +232,34 @@ def _outputs(llm: "LLM", probes: Sequence[NDArray[np.int32]]) -> Iterator[NDArra
         return
     for probe in probes:
         yield llm.logits(probe)[-1]
+
+
+def _layer_keys(llm: "LLM") -> Iterator[str]:
+    """Digests of the keys of one page, by layer; nothing where there are none of fixed places and plain numbers."""
+    from localinfer.engine.cache.prefix_cache import CacheHints
+    from localinfer.engine.cache.sequence import forward
+
+    engine = llm._engine
+    layout, count = llm._model.kv_layout, PAGE_TOKENS
+    sizes = {"f32": 4, "f16": 2}
+    if llm.context_length < count or layout.key_type not in sizes or "completion" not in llm.info.capabilities:
+        return
+    ids = ((np.arange(count) * 7919 + 3) % llm.vocab_size).astype(np.int32)
+    with engine.exclusive_cache() as cache:
+        # A salt of its own: these ids are no text that anything else would send.
+        sequence = cache.admit(ids, CacheHints(salt=b"certificate")).sequence
+        try:
+            forward(engine.program.run, [sequence], [ids[sequence.length :]], np.empty(0, np.int32))
+            page = engine.pool.view(int(sequence.pages[0]))
+            for layer, shape in enumerate(layout.layers):
+                if shape.window or not shape.num_kv_heads:
+                    continue
+                head, first = layout.head(layer), layout.layer_offset(layer)
+                num_bytes = count * shape.key_size * sizes[layout.key_type]
+                heads = range(first, first + shape.num_kv_heads * head.num_bytes, head.num_bytes)
+                yield _digest(np.concatenate([page[start : start + num_bytes] for start in heads]))
+        finally:
+            sequence.close()
 
 
 def _digest(values: NDArray[Any]) -> str:

@@ -72,7 +72,6 @@ GOOD = {
     """,
     "sessions": """
         --json
-        --network --json
         show kept
         rename kept other
         delete kept
@@ -90,7 +89,6 @@ GOOD = {
     "list": """
         --all
         --json
-        --network --json
         --architectures --json
     """,
     "rm": "",

@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import localinfer
 from localinfer.apps.cli import main
-from localinfer.apps.show.certificate import NUM_PROBES, Certificate, certify, compare
+from localinfer.apps.show.certificate import NUM_PROBES, Certificate, certify, certify_outputs, compare
 from localinfer.errors import RequestError
 from localinfer.models import demo
+from localinfer.models.load.loader import open_model_file
+from localinfer.quant.checkpoint.model_file import read_stretch
 from tests.models.checks.certified_faults import certified, differences
 from tests.models.checks.planted_faults import FAULTS, plant
 from tests.support.checkpoint_files import LLAMA_CONFIG, MODULES, llama_weights, tokenizer_document, write_folder
@@ -71,8 +74,40 @@ def test_the_report_names_what_differs() -> None:
         assert words in told
     (machine,) = compare(whole, replace(whole, outputs=outputs))
     assert "this machine or version" in machine.message
+    assert "keys of the last layer with attention, which are the same" in machine.message
+    layers = [*whole.layers[:2], "other", *whole.layers[3:]]
+    (machine,) = compare(whole, replace(whole, outputs=outputs, layers=layers))
+    assert f"keys of layer 3 of {len(layers)} with attention" in machine.message
+    (older,) = compare(replace(whole, layers=()), replace(whole, outputs=outputs))
+    assert "keys of" not in older.message
     (other,) = compare(whole, replace(whole, outputs=outputs, computed={"kv_type": "q8_0"}))
     assert "cannot be compared" in other.message
+
+
+def test_the_first_layer_that_computes_otherwise_is_told(tmp_path: Path) -> None:
+    """Keys of a layer depend on the layers before it, and on its own."""
+    whole = certify(DEMO)
+    assert len(set(whole.layers)) == len(whole.layers) > 3
+    with localinfer.load(DEMO, threads=2, disk_cache=False) as llm:
+        llm.logits([1, 2, 3])
+        assert certify_outputs(Certificate(model="x"), llm).layers == whole.layers
+    blob = bytearray(Path(DEMO).read_bytes())
+    first = blob.find(beginning_of(DEMO, "blk.2.ffn_down.weight"))
+    blob[first + 1] ^= 0x40
+    changed = tmp_path / "changed.gguf"
+    changed.write_bytes(blob)
+    found = certify(str(changed))
+    same = [one == other for one, other in zip(whole.layers, found.layers, strict=True)]
+    assert same[:3] == [True] * 3 and not any(same[3:])
+
+
+def beginning_of(path: str, name: str) -> bytes:
+    """The first bytes of a tensor, enough to find it by."""
+    file = open_model_file(path)
+    try:
+        return np.array(read_stretch(file, name, 0, 256)).tobytes()
+    finally:
+        file.close()
 
 
 def test_a_certificate_is_a_file_that_commands_write_and_read(
