@@ -60,15 +60,18 @@ def decision_model(
 
     Raises: UnsupportedFormatError for one that was made to decide in a way that is not run.
     """
+    from localinfer.generation.decision_heads import decision_head
     from localinfer.generation.decision_readouts import TEMPLATE_KEY, TrainedDecisionModel, decision_type
     from localinfer.models.text.chat_template import ChatTemplate
 
     tokenizer = model.tokenizer
     assert tokenizer is not None, "a model that chats has one"
-    if decision_type(model.file.metadata) is None:
+    kind = decision_type(model.file.metadata)
+    if kind is None:
         return DecisionModel(engine, chats, tokenizer, media)
     template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
-    return TrainedDecisionModel(engine, tokenizer, template, model.file.metadata)
+    head = decision_head(kind, engine, model)
+    return TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)
 
 
 class DecisionModel:

@@ -1,12 +1,13 @@
 """Models made for decisions: prompts, labels and temperatures as their files say, in place of questions in a chat.
 
 A GGUF file with `<architecture>.decision.type` brings the prompt it was trained with, a template of its own, and a
-temperature for each kind of question. The types here score an option by a label of one token, read where the prompt
-ends, so they share the machinery of every other model; types with heads of their own are refused by name. The formats
-are those of llama.cpp's `/v1/systemone` (tools/server, from b11361 on).
+temperature for each kind of question. Most types score an option by a label of one token, read where the prompt ends,
+so they share the machinery of every other model; others have a head (`decision_heads`); the rest is refused by name.
+The formats are those of llama.cpp's `/v1/systemone` (tools/server, from b11361 on).
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from localinfer.engine.cache.block_hashes import common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError, UnsupportedFormatError
-from localinfer.generation.label_scores import Label, LabelPrompt, score_labels
+from localinfer.generation.label_scores import Label, LabelPrompt, LabelScores, score_labels
 from localinfer.generation.questions import (
     MOST_OPTIONS,
     Answer,
@@ -32,9 +33,11 @@ from localinfer.generation.questions import (
     YesNo,
     answer_of,
     checked_question,
+    written,
 )
 
 if TYPE_CHECKING:
+    from localinfer.generation.decision_heads import DecisionHead, HeadPrompt, HeadScores
     from localinfer.models.text.chat_template import ChatTemplate
     from localinfer.models.text.tokenizer import Tokenizer
 
@@ -62,6 +65,8 @@ class Readout:
     """True if keys of objects are sorted, as in training."""
     lists_questions: bool = False
     """True if each prompt lists all questions of the request."""
+    flattens: bool = False
+    """True if the template takes texts only, as which objects and lists are written, line by line."""
     buckets: tuple[tuple[int, str], ...] = ((2, "2"), (5, "3_5"), (10, "6_10"), (MOST_OPTIONS, "11"))
     """Names of temperatures by the most options that they are for."""
 
@@ -77,6 +82,13 @@ READOUTS = {
     "nimble": Readout(lists_questions=True),
 }
 """The types that are read by labels."""
+HEADS = {"kev": Readout(codes=(), flattens=True)}
+"""The types that have a head."""
+
+_PROBE = YesNo(instructions="?")
+"""A question that begins like no other: what it shares with others is the state."""
+_SPACES = " \t\n\r"
+_SPECIAL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
 
 
 def decision_type(metadata: Mapping[str, object]) -> str | None:
@@ -91,6 +103,10 @@ class _Prompt:
 
     token_ids: NDArray[np.int32]
     labels: tuple[Label, ...]
+    """Ids of each label; none where a head reads options."""
+    read: "HeadPrompt | None"
+    """The same for a head."""
+    num_outputs: int
     temperature: float
     is_reversed: bool = False
 
@@ -99,15 +115,20 @@ class TrainedDecisionModel:
     """Answers questions with a model made for it; threads may share it. Raises: UnsupportedFormatError."""
 
     def __init__(
-        self, engine: Engine, tokenizer: "Tokenizer", template: "ChatTemplate", metadata: Mapping[str, object]
+        self,
+        engine: Engine,
+        tokenizer: "Tokenizer",
+        template: "ChatTemplate",
+        metadata: Mapping[str, object],
+        head: "DecisionHead | None" = None,
     ) -> None:
-        """template: that of `TEMPLATE_KEY`."""
+        """template: that of `TEMPLATE_KEY`. head: the model's, for types that have one."""
         kind = decision_type(metadata)
-        readout = READOUTS.get(str(kind))
+        readout = (READOUTS if head is None else HEADS).get(str(kind))
         if readout is None:
             raise UnsupportedFormatError(
-                f"this model decides by a head of type {kind!r}, which is not run; wanted {', '.join(READOUTS)}, "
-                "or any chat model"
+                f"this model decides by a head of type {kind!r}, which is not run; wanted "
+                f"{', '.join((*READOUTS, *HEADS))}, or any chat model"
             )
         if template.is_fallback:
             raise UnsupportedFormatError(
@@ -115,15 +136,16 @@ class TrainedDecisionModel:
                 "a current converter"
             )
         self._engine, self._tokenizer, self._template, self._readout = engine, tokenizer, template, readout
-        self._temperatures = _temperatures(metadata)
+        self._head, self._temperatures = head, _temperatures(metadata)
         encoded = [(code, tokenizer.encode(code, add_special=False, parse_special=False)) for code in readout.codes]
         singles = [(code, ids[0]) for code, ids in encoded if len(ids) == 1]
         needed = len(readout.codes) if not readout.names_labels else max(2, readout.num_ratings or 0)
-        if len(singles) < needed:
+        if head is None and len(singles) < needed:
             raise UnsupportedFormatError(
                 f"{len(singles)} labels of type {kind!r} are single tokens of this vocabulary; wanted {needed} or more"
             )
         self._labels = singles[:MOST_OPTIONS]
+        self._most_options = len(self._labels) if head is None else MOST_OPTIONS
 
     def decide(
         self,
@@ -149,14 +171,19 @@ class TrainedDecisionModel:
         about = state if messages is None else [dict(message) for message in messages]
         prompts = {name: self._prompts(about, name, questions) for name in questions}
         every = [prompt for of_question in prompts.values() for prompt in of_question]
-        first = every[0].token_ids
-        state_tokens = min(common_length(first, prompt.token_ids) for prompt in every)
+        first, probe = every[0].token_ids, np.array(self._encode(about, "?", _PROBE, questions), np.int32)
+        state_tokens = min(common_length(first, ids) for ids in (probe, *(prompt.token_ids for prompt in every)))
         prompt_tokens = state_tokens + sum(prompt.token_ids.size - state_tokens for prompt in every)
         if on_encoded is not None:
             on_encoded(prompt_tokens)
         hints = CacheHints(system_tokens=state_tokens, branch_tokens=(state_tokens,), salt=salt)
-        scores = score_labels(self._engine, [LabelPrompt(one.token_ids, one.labels) for one in every], hints)
-        found = iter(scores.logprobs)
+        scores: LabelScores | HeadScores
+        if self._head is None:
+            scores = score_labels(self._engine, [LabelPrompt(one.token_ids, one.labels) for one in every], hints)
+            found = iter(scores.logprobs)
+        else:
+            scores = self._head.score([one.read for one in every if one.read is not None], hints)
+            found = iter(scores.scores)
         answers = {name: self._answer(questions[name], prompts[name], found) for name in questions}
         return Decisions(
             answers=answers,
@@ -170,26 +197,43 @@ class TrainedDecisionModel:
         """The prompts of one question."""
         question = checked_question(questions[name])
         options, readout = self._options(question), self._readout
-        if len(options) > len(self._labels):
+        if len(options) > self._most_options:
             raise RequestError(
-                f"{name!r} has {len(options)} options, this model has labels for {len(self._labels)}; leave some out",
+                f"{name!r} has {len(options)} options, this model has labels for {self._most_options}; leave some out",
                 field="criteria",
             )
         outputs = readout.num_ratings if isinstance(question, YesNo) and readout.num_ratings else len(options)
         labels = tuple((token_id,) for _, token_id in self._labels[:outputs])
-        listed = [self._asked(other, checked_question(one)) for other, one in questions.items()]
         prompts = []
         for is_reversed in (False, True)[: 1 + (readout.reverses_choices and isinstance(question, Choice))]:
-            values = {"state": state, **self._asked(name, question, is_reversed=is_reversed)}
-            values |= {"questions": listed} if readout.lists_questions else {}
-            values = _sorted(values) if readout.sorts_keys else values
-            segments = self._template.render_segments(
-                [], self._tokenizer.special_spellings, add_generation_prompt=True, **values, images=[]
-            )
-            ids = self._tokenizer.encode_segments(segments, max_tokens=self._engine.context_length)
+            ids = self._encode(state, name, question, questions, is_reversed=is_reversed)
+            read = None if self._head is None else self._head.lay_out(ids, len(options))
+            token_ids = np.array(ids, np.int32) if read is None else read.token_ids
             temperature = self._temperature(question, len(options))
-            prompts.append(_Prompt(np.array(ids, np.int32), labels, temperature, is_reversed))
+            prompts.append(_Prompt(token_ids, labels, read, outputs, temperature, is_reversed))
         return prompts
+
+    def _encode(
+        self,
+        state: Any,
+        name: str,
+        question: Question,
+        questions: Mapping[str, Question],
+        *,
+        is_reversed: bool = False,
+    ) -> list[int]:
+        """The ids of a question as it is asked beside all those of the request."""
+        readout = self._readout
+        values = {"state": state, **self._asked(name, question, is_reversed=is_reversed)}
+        if readout.flattens:
+            values |= {name: flat_text(values[name]) for name in ("state", "instructions")}
+        if readout.lists_questions:
+            values["questions"] = [self._asked(other, checked_question(one)) for other, one in questions.items()]
+        values = _sorted(values) if readout.sorts_keys else values
+        segments = self._template.render_segments(
+            [], self._tokenizer.special_spellings, add_generation_prompt=True, **values, images=[]
+        )
+        return self._tokenizer.encode_segments(segments, max_tokens=self._engine.context_length)
 
     def _asked(self, name: str, question: Question, *, is_reversed: bool = False) -> dict[str, Any]:
         """A question as the template reads it."""
@@ -201,6 +245,8 @@ class TrainedDecisionModel:
             label = (
                 {"label": self._labels[index][0]} if self._readout.names_labels and index < len(self._labels) else {}
             )
+            if self._readout.flattens:
+                key, description = flat_text(key), None if description is None else flat_text(description)
             options.append({"key": key, "description": description, **label})
         return {"id": name, "type": _kind(question), "instructions": question.instructions, "options": options}
 
@@ -221,13 +267,14 @@ class TrainedDecisionModel:
         return self._temperatures.get(f"{kind}.{bucket}", self._temperatures.get(kind, 1.0))
 
     def _answer(self, question: Question, prompts: list[_Prompt], found: Iterator[NDArray[np.float64]]) -> Answer:
-        """The answer, from the log probabilities of the labels behind each of a question's prompts."""
-        total, mass = np.zeros(len(prompts[0].labels)), 0.0
+        """The answer, from log probabilities of labels, or scores, of each of a question's prompts."""
+        total, mass = np.zeros(prompts[0].num_outputs), 0.0
         for prompt in prompts:
             logprobs = next(found)
             weights = np.exp((logprobs - logprobs.max()) / prompt.temperature)
             total += (weights / weights.sum())[:: -1 if prompt.is_reversed else 1]
-            mass += float(np.exp(logprobs).sum())
+            # A head cannot answer anything else.
+            mass += 1.0 if self._head is not None else float(np.exp(logprobs).sum())
         probabilities = total / len(prompts)
         if isinstance(question, YesNo):
             if self._readout.num_ratings is not None:
@@ -262,3 +309,29 @@ def _sorted(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_sorted(one) for one in value]
     return value
+
+
+def flat_text(value: Any) -> str:
+    """JSON as lines of text, whose special tokens are spelled so that none of them is one."""
+    return _SPECIAL.sub("<\u00a6\\1\u00a6>", _flattened(value, ""))
+
+
+def _flattened(value: Any, indent: str) -> str:
+    """Keys stand before what they hold, and dashes before what a list holds; what is nested is indented."""
+    deeper = f"{indent}  "
+    match value:
+        case None:
+            return ""
+        case str():
+            return value
+        case bool():
+            return str(value)
+        case Mapping():
+            parted = [(key, one, isinstance(one, Mapping | list | tuple)) for key, one in value.items()]
+            return "\n".join(
+                f"{indent}{key}:\n{_flattened(one, deeper)}" if nested else f"{indent}{key}: {_flattened(one, '')}"
+                for key, one, nested in parted
+            )
+        case list() | tuple():
+            return "\n".join(f"{indent}- {_flattened(one, deeper).lstrip(_SPACES)}" for one in value)
+    return written([value])[1:-1]

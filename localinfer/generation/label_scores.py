@@ -20,6 +20,7 @@ from localinfer.engine.engine import Engine
 from localinfer.engine.media import MediaRun, PlacedMedia
 from localinfer.engine.sampling.filters import log_total
 from localinfer.engine.sampling.sampler import not_finite_error
+from localinfer.kernels.program import Program
 from localinfer.types import TokenIds
 
 Label = tuple[int, ...]
@@ -64,7 +65,8 @@ def score_labels(
         return LabelScores([], 0, 0)
     hints = engine.typed(hints, prompts[0].token_ids)
     placed = engine.place_media(prompts[0].token_ids, media, hints.salt)
-    scoring = _Scoring(engine, prompts, hints, placed)
+    texts = [prompt.token_ids for prompt in prompts]
+    scoring = _Scoring(engine, engine.program, texts, hints, placed, prompts=prompts)
     try:
         scoring.run()
     finally:
@@ -83,29 +85,19 @@ class _Node:
 
 
 @dataclass(eq=False)
-class _Scoring:
-    """One call in progress."""
+class PromptForks:
+    """Prompts on their way through a program: what all begin with is computed once, and then forked."""
 
     engine: Engine
-    prompts: Sequence[LabelPrompt]
+    program: Program
+    """Computes their rows."""
+    texts: Sequence[TokenIds]
+    """The ids of each, at least one."""
     hints: CacheHints
-    media: PlacedMedia | None
-    logprobs: list[NDArray[np.float64]] = field(init=False)
+    media: PlacedMedia | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0
     open: set[SequenceCache] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.logprobs = [np.zeros(len(prompt.labels), np.float64) for prompt in self.prompts]
-
-    def run(self) -> None:
-        """Compute all."""
-        stem, length = self._stem()
-        for wave in self._waves(length):
-            nodes = self._prompts(wave, stem, length)
-            while nodes:
-                self._score(nodes)
-                nodes = self._next_level(nodes)
 
     def close(self) -> None:
         """Release the pages of all sequences."""
@@ -113,47 +105,79 @@ class _Scoring:
             while self.open:
                 self.open.pop().close()
 
-    def _stem(self) -> tuple[SequenceCache, int]:
-        """A sequence with what the prompts share, and how many tokens that is."""
-        first = self.prompts[0].token_ids
-        length = _shared_length([prompt.token_ids for prompt in self.prompts])
+    def admit(self, length: int) -> SequenceCache:
+        """A sequence with the first `length` ids, as far as they are cached."""
         with self.engine.exclusive_cache() as cache:
-            admission = cache.admit(first[: length + 1], self.hints, media=self.media)
-            stem = admission.sequence
-            self.open.add(stem)
+            admission = cache.admit(self.texts[0][: length + 1], self.hints, media=self.media)
+            self.open.add(admission.sequence)
         self.cached_tokens = admission.cached_tokens
-        self._compute_until(stem, first, length if len(self.prompts) > 1 else self._last_part(stem, first.size))
-        return stem, length
+        return admission.sequence
 
-    def _last_part(self, stem: SequenceCache, size: int) -> int:
-        """Length at which the last batch of a prompt that comes alone begins."""
-        room = self.engine.program.max_batch_rows
-        return max(stem.length, size - room)
-
-    def _compute_until(self, sequence: SequenceCache, token_ids: TokenIds, length: int) -> None:
+    def compute_until(self, sequence: SequenceCache, token_ids: TokenIds, length: int) -> None:
         """Compute a sequence up to a length, without results, and have its pages in the cache."""
-        room = self.engine.program.max_batch_rows
+        room = self.program.max_batch_rows
         while sequence.length < length:
             with self.engine.exclusive_cache() as cache:
                 end = min(length, sequence.length + room)
                 if self.media is not None and (parted := self.media.whole_run_at(end)) is not None:
                     end = parted[0] if parted[0] > sequence.length else parted[1]
-                self._forward([sequence], [token_ids[sequence.length : end]], np.empty(0, np.int32))
+                self.forward([sequence], [token_ids[sequence.length : end]], np.empty(0, np.int32))
                 cache.publish(sequence, token_ids, self.hints)
 
-    def _waves(self, length: int) -> Iterator[list[int]]:
-        """Prompts whose last rows fill a batch together, in order."""
-        program = self.engine.program
+    def waves(self, length: int) -> Iterator[list[int]]:
+        """Prompts whose last rows, behind the first `length`, fill a batch together, in order."""
         wave: list[int] = []
         rows = 0
-        for index, prompt in enumerate(self.prompts):
-            count = min(prompt.token_ids.size - length, program.max_batch_rows)
-            if wave and (rows + count > program.max_batch_rows or len(wave) == program.max_output_rows):
+        for index, token_ids in enumerate(self.texts):
+            count = min(token_ids.size - length, self.program.max_batch_rows)
+            if wave and (rows + count > self.program.max_batch_rows or len(wave) == self.program.max_output_rows):
                 yield wave
                 wave, rows = [], 0
             wave.append(index)
             rows += count
         yield wave
+
+    def fork(self, sequence: SequenceCache) -> SequenceCache:
+        """A twin of a sequence."""
+        twin = sequence.fork()
+        self.open.add(twin)
+        return twin
+
+    def forward(
+        self, sequences: Sequence[SequenceCache], pending: Sequence[TokenIds], rows: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """Compute ids that follow sequences, and return the program's results for some of these rows."""
+        self.computed_tokens += sum(ids.size for ids in pending)
+        return forward(self.program.run, sequences, pending, rows)
+
+
+@dataclass(eq=False)
+class _Scoring(PromptForks):
+    """One call in progress."""
+
+    prompts: Sequence[LabelPrompt] = ()
+    logprobs: list[NDArray[np.float64]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logprobs = [np.zeros(len(prompt.labels), np.float64) for prompt in self.prompts]
+
+    def run(self) -> None:
+        """Compute all."""
+        stem, length = self._stem()
+        for wave in self.waves(length):
+            nodes = self._prompts(wave, stem, length)
+            while nodes:
+                self._score(nodes)
+                nodes = self._next_level(nodes)
+
+    def _stem(self) -> tuple[SequenceCache, int]:
+        """A sequence with what the prompts share, and how many tokens that is."""
+        length = shared_length(self.texts)
+        stem = self.admit(length)
+        # Of a prompt that comes alone, up to where its last batch begins.
+        last = max(stem.length, self.texts[0].size - self.program.max_batch_rows)
+        self.compute_until(stem, self.texts[0], length if len(self.texts) > 1 else last)
+        return stem, length
 
     def _prompts(self, wave: Sequence[int], stem: SequenceCache, length: int) -> list[_Node]:
         """The prompts of a wave, computed up to the rows of its batch."""
@@ -163,21 +187,20 @@ class _Scoring:
             sequence = stem
             if len(self.prompts) > 1:
                 with self.engine.exclusive_cache():
-                    sequence = self._fork(stem)
-                start = token_ids.size - min(token_ids.size - length, self.engine.program.max_batch_rows)
-                self._compute_until(sequence, token_ids, start)
+                    sequence = self.fork(stem)
+                start = token_ids.size - min(token_ids.size - length, self.program.max_batch_rows)
+                self.compute_until(sequence, token_ids, start)
             nodes.append(_Node(index, (), sequence, token_ids[sequence.length :]))
         return nodes
 
     def _score(self, nodes: Sequence[_Node]) -> None:
         """Compute the pending rows of nodes, and add what labels get at them."""
-        program = self.engine.program
-        width = min(program.max_batch_rows, program.max_output_rows)
-        for batch in _filled(nodes, width, program.max_batch_rows):
+        room = self.program.max_batch_rows
+        for batch in _filled(nodes, min(room, self.program.max_output_rows), room):
             with self.engine.exclusive_cache() as cache:
                 pending = [node.pending for node in batch]
                 ends = np.cumsum([ids.size for ids in pending], dtype=np.int32) - np.int32(1)
-                logits = self._forward([node.sequence for node in batch], pending, ends)
+                logits = self.forward([node.sequence for node in batch], pending, ends)
                 for node, row in zip(batch, logits, strict=True):
                     self._add(node, row)
                 if len(self.prompts) == 1 and not batch[0].label:
@@ -200,23 +223,10 @@ class _Scoring:
                 labels = self.prompts[node.index].labels
                 inner = {one[:depth] for one in labels if one[: depth - 1] == node.label and len(one) > depth}
                 for label in sorted(inner):
-                    following.append(
-                        _Node(node.index, label, self._fork(node.sequence), np.array(label[-1:], np.int32))
-                    )
+                    following.append(_Node(node.index, label, self.fork(node.sequence), np.array(label[-1:], np.int32)))
                 self.open.discard(node.sequence)
                 node.sequence.close()
         return following
-
-    def _fork(self, sequence: SequenceCache) -> SequenceCache:
-        twin = sequence.fork()
-        self.open.add(twin)
-        return twin
-
-    def _forward(
-        self, sequences: Sequence[SequenceCache], pending: Sequence[TokenIds], rows: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        self.computed_tokens += sum(ids.size for ids in pending)
-        return forward(self.engine.program.run, sequences, pending, rows)
 
 
 def _filled(nodes: Sequence[_Node], width: int, room: int) -> Iterator[list[_Node]]:
@@ -232,7 +242,7 @@ def _filled(nodes: Sequence[_Node], width: int, room: int) -> Iterator[list[_Nod
     yield batch
 
 
-def _shared_length(texts: Iterable[TokenIds]) -> int:
+def shared_length(texts: Iterable[TokenIds]) -> int:
     """Number of leading ids that texts share, at most all but the last of each."""
     first, *others = texts
     return min((common_length(first[:-1], other[:-1]) for other in others), default=first.size - 1)

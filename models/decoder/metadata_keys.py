@@ -130,6 +130,8 @@ _NEUTRAL = {"attention.rope_pattern": 1, "embedding_scale": 1.0, "logit_scale": 
 
 _MOST_LISTED = 64
 
+DECISION_PREFIX = "decision."
+"""Begins the keys of models made for decisions, whose head or labels `localinfer.generation` reads, or refuses."""
 SAMPLING_PREFIX = "general.sampling."
 """Begins the keys by which a file recommends how to sample."""
 GENERAL_KEYS = frozenset(
@@ -183,7 +185,7 @@ def is_understood(whole_key: str, architecture: str) -> bool:
 
 
 def _is_read(key: str, architecture: str) -> bool:
-    return key in READ_KEYS or architecture in ARCHITECTURE_KEYS.get(key, ())
+    return key in READ_KEYS or key.startswith(DECISION_PREFIX) or architecture in ARCHITECTURE_KEYS.get(key, ())
 
 
 def _is_neutral(key: str, value: object) -> bool:

@@ -1,5 +1,6 @@
 """Tiny random models of many architectures that read and write text: with the vocabulary of the demo model."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,17 @@ def build_talking_model(folder: Path, name: str) -> Path:
     path = folder / f"{name}-talking.gguf"
     if path.exists():
         return path
+    write_skeleton(talking_skeleton(name), path)
+    return path
+
+
+def talking_skeleton(name: str, controls: Sequence[str] = ()) -> dict[str, Any]:
+    """A skeleton with the demo's tokenizer, to which control tokens are added, and room for long texts."""
     skeleton = deepcopy(skeletons()[name])
     with read_gguf(model_path(None)) as demo:
         tokenizer = {key: value for key, value in demo.metadata.items() if key.startswith("tokenizer.")}
+    for key, further in (("tokens", list(controls)), ("token_type", [gguf.TokenType.CONTROL] * len(controls))):
+        tokenizer[f"tokenizer.ggml.{key}"] = [*np.asarray(tokenizer[f"tokenizer.ggml.{key}"]).tolist(), *further]
     size = len(tokenizer["tokenizer.ggml.tokens"])
     settings = [entry for entry in skeleton["kv"] if not entry[0].startswith("tokenizer.")]
     for entry in settings:
@@ -35,8 +44,7 @@ def build_talking_model(folder: Path, name: str) -> Path:
         if tensor in ("token_embd.weight", "output.weight") or tensor.endswith(("embed_tokens.weight", "head.weight")):
             assert shape[0] == old, f"{tensor} has a row per token"
             shape[0] = size
-    write_skeleton(skeleton, path)
-    return path
+    return skeleton
 
 
 def _entry(key: str, value: Any) -> list[Any]:

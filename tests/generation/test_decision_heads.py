@@ -1,0 +1,173 @@
+"""Models that decide by heads: prompts, and scores beside formulas over hidden states of the same prompts."""
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import localinfer
+from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
+from localinfer.generation.decision_heads import PointerHead
+from localinfer.generation.decision_readouts import TEMPLATE_KEY, flat_text
+from localinfer.generation.questions import Answer, Choice, ChoiceAnswer, Question, Score, ScoreAnswer, YesNo
+from tests.models.arch_models import random_weight, write_skeleton
+from tests.models.talking_models import talking_skeleton
+from tests.support.inside import engine_of, model_of
+
+STATE = {"who": "Tom", "a": ["cat", "<|box_end|>"], "day": 3}
+QUESTIONS: dict[str, Question] = {
+    "lost": YesNo(instructions="Is something lost?", yes="it is gone"),
+    "who": Choice(instructions={"b": 1, "a": 2}, options={"Tom": "a boy", "Lily": None, "Max": ["x"]}),
+    "mood": Score(instructions="How sad?", levels=["not", {"z": 1, "a": 2}, "very"]),
+}
+TEMPERATURES = {"choice": 2.0, "choice.3_5": 0.5, "noul": 3.0}
+
+
+def settings(arch: str, kind: str, template: str) -> list[list[Any]]:
+    found: list[list[Any]] = [
+        [f"{arch}.decision.type", "STRING", None, kind],
+        [TEMPLATE_KEY, "STRING", None, template],
+    ]
+    return found + [[f"{arch}.decision.temperature.{name}", "FLOAT32", None, one] for name, one in TEMPERATURES.items()]
+
+
+def listed(answer: Answer) -> list[float]:
+    if isinstance(answer, ChoiceAnswer | ScoreAnswer):
+        found = answer.probabilities
+        return list(found.values() if isinstance(answer, ChoiceAnswer) else cast(tuple[float, ...], found))
+    return [1 - answer.probability, answer.probability]
+
+
+def softmax(scores: np.ndarray, temperature: float) -> list[float]:
+    weights = np.exp((scores - scores.max()) / temperature)
+    return list(weights / weights.sum())
+
+
+def check_company(llm: localinfer.LLM) -> None:
+    """Answers are the same numbers alone, in another order, from the cache and without it."""
+    together = llm.decide(STATE, QUESTIONS)
+    assert all(answer.label_mass == 1.0 for answer in together.answers.values())
+    for name, question in QUESTIONS.items():
+        llm.clear_cache()
+        for _ in range(2):
+            assert llm.decide(STATE, {name: question}).answers[name] == together.answers[name]
+    turned = dict(reversed(QUESTIONS.items()))
+    assert llm.decide(STATE, turned).answers == together.answers
+    llm.decide("another state", QUESTIONS)
+    assert llm.decide(STATE, QUESTIONS).answers == together.answers
+
+
+SIZE, WIDTH = 16, 64
+KEV_CONTROLS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|box_start|>", "<|box_end|>"]
+KEV_TEMPLATE = (
+    "<|fim_prefix|>{{ state }}<|fim_middle|>{{ type }} {{ instructions }}{% for o in options %}<|box_start|>"
+    "{{ o.key }}={{ o.description }}<|box_end|>{% endfor %}<|fim_suffix|>"
+)
+KEV_PROMPTS = {
+    "lost": ("noul Is something lost?", ["false=None", "true=it is gone"], 3.0),
+    "who": ("choice b: 1\na: 2", ["Tom=a boy", "Lily=None", "Max=- x"], 0.5),
+    "mood": ("score How sad?", ["0=not", "1=z: 1\na: 2", "2=very"], 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def kev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localinfer.LLM]:
+    path = tmp_path_factory.mktemp("kev") / "kev.gguf"
+    skeleton = talking_skeleton("qwen35-hybrid", KEV_CONTROLS)
+    skeleton["kv"] += [*settings("qwen35", "kev", KEV_TEMPLATE), ["qwen35.embedding_length_out", "UINT32", None, 32]]
+    skeleton["tensors"] += [["cls.output.weight", [2 * SIZE, WIDTH]], ["cls.output.bias", [2 * SIZE]]]
+    write_skeleton(skeleton, path)
+    with localinfer.load(path, context_length=1024) as loaded:
+        yield loaded
+
+
+def kev_scores(llm: localinfer.LLM, head: str, options: list[str]) -> np.ndarray:
+    """The oracle: products of rows of the prompt's hidden states."""
+    state = "who: Tom\na:\n  - cat\n  - <\u00a6box_end\u00a6>\nday: 3"
+    boxes = "".join(f"<|box_start|>{one}<|box_end|>" for one in options)
+    ids = llm.tokenizer.encode(
+        f"<|fim_prefix|>{state}<|fim_middle|>{head}{boxes}<|fim_suffix|>", add_special=False, parse_special=True
+    )
+    (states,) = llm.embed_many([ids], pooling="none", normalize=False)
+    weight, bias = random_weight("cls.output.weight", (2 * SIZE, WIDTH)), random_weight("cls.output.bias", (2 * SIZE,))
+    rows = states.astype(np.float64) @ weight.T.astype(np.float64) + bias
+    ends = np.flatnonzero(np.array(ids) == llm.tokenizer.encode("<|box_end|>", add_special=False, parse_special=True))
+    return np.asarray(rows[ends, SIZE:] @ rows[-1, :SIZE] / math.sqrt(SIZE))
+
+
+def test_kev_points_from_the_last_row_to_ends_of_options(kev: localinfer.LLM) -> None:
+    found = kev.decide(STATE, QUESTIONS)
+    for name, (head, options, temperature) in KEV_PROMPTS.items():
+        wanted = softmax(kev_scores(kev, head, options), temperature)
+        assert max(wanted) - min(wanted) > 1e-3
+        assert listed(found.answers[name]) == pytest.approx(wanted, rel=1e-9), name
+
+
+def test_kev_answers_alike_in_any_company(kev: localinfer.LLM) -> None:
+    check_company(kev)
+
+
+def test_kev_reads_a_state_once(kev: localinfer.LLM) -> None:
+    kev.clear_cache()
+    state = "Tom lost a ball in the park. " * 60
+    first = kev.decide(state, {"lost": QUESTIONS["lost"]})
+    again = kev.decide(state, {"mood": QUESTIONS["mood"]})
+    assert first.cached_tokens == 0 and again.state_tokens > 300
+    assert again.state_tokens - again.cached_tokens < 16, "whole pages are cached"
+    assert again.computed_tokens == again.prompt_tokens - again.cached_tokens
+
+
+def test_more_rows_than_a_batch_holds_are_read_in_parts(kev: localinfer.LLM) -> None:
+    options = {f"option {index}": "the ball that Tom lost in the park" for index in range(60)}
+    asked: dict[str, Question] = {"which": Choice(instructions="Which?", options=options), **QUESTIONS}
+    found = kev.decide("short", asked)
+    assert found.prompt_tokens > 700
+    assert found.answers["which"] == kev.decide("short", {"which": asked["which"]}).answers["which"]
+
+
+def test_texts_are_flat() -> None:
+    cases: list[tuple[Any, str]] = [
+        (None, ""),
+        (True, "True"),
+        (1.5, "1.5"),
+        ("<|a|> <|b c|>", "<\u00a6a\u00a6> <|b c|>"),
+        ([], ""),
+        ([1, None, " x", ["y", ["z"]]], "- 1\n- \n- x\n- - y\n  - - z"),
+        ({"a": {"b": [1]}, "c": None, "d": False}, "a:\n  b:\n    - 1\nc: \nd: False"),
+        ([{"a": 1, "b": {"c": 2}}], "- a: 1\n  b:\n    c: 2"),
+    ]
+    for value, text in cases:
+        assert flat_text(value) == text, value
+    with pytest.raises(RequestError):
+        flat_text(math.nan)
+
+
+def test_files_without_a_heads_parts_are_refused(kev: localinfer.LLM) -> None:
+    engine, model = engine_of(kev), model_of(kev)
+
+    def made(tensors: dict[str, Any] | None = None, tokenizer: Any = model.tokenizer) -> PointerHead:
+        file = SimpleNamespace(
+            tensors=model.file.tensors if tensors is None else tensors, tensor_bytes=model.file.tensor_bytes
+        )
+        return PointerHead(engine, cast(Any, SimpleNamespace(tokenizer=tokenizer, file=file, config=model.config)))
+
+    with pytest.raises(CorruptFileError, match=r"cls\.output\.weight is not in the file"):
+        made({})
+    weight = model.file.tensors["cls.output.weight"]
+    with pytest.raises(CorruptFileError, match=r"cls\.output\.bias is not in the file"):
+        made({"cls.output.weight": weight})
+    with pytest.raises(CorruptFileError, match="wanted an even number of rows"):
+        made({"cls.output.weight": model.file.tensors["output_norm.weight"]})
+    with pytest.raises(UnsupportedFormatError, match="box_end.* is 3 tokens"):
+        made(tokenizer=SimpleNamespace(encode=lambda *_, **__: [1, 2, 3]))
+    (end,) = kev.tokenizer.encode("<|box_end|>", add_special=False, parse_special=True)
+    for ids in ([1, 2], [end], [1, end, end]):
+        with pytest.raises(UnsupportedFormatError, match="the prompt of 1 options has"):
+            made().lay_out(ids, 1)
+    with pytest.raises(RequestError, match="has no instructions"):
+        kev.decide(STATE, {"x": YesNo(yes="it is")})
+    with pytest.raises(RequestError, match="leave it out"):
+        kev.decide(STATE, QUESTIONS, orders=2)
