@@ -148,25 +148,28 @@ def test_texts_are_flat() -> None:
 def test_files_without_a_heads_parts_are_refused(kev: localinfer.LLM) -> None:
     engine, model = engine_of(kev), model_of(kev)
 
-    def made(tensors: dict[str, Any] | None = None, tokenizer: Any = model.tokenizer) -> PointerHead:
-        file = SimpleNamespace(
-            tensors=model.file.tensors if tensors is None else tensors, tensor_bytes=model.file.tensor_bytes
-        )
+    def made(*names: tuple[str, str], tokenizer: Any = model.tokenizer) -> PointerHead:
+        """The head of a file with these tensors, each that of a name in the whole one."""
+        held = dict(names)
+        tensors = {name: model.file.tensors[one] for name, one in names}
+        file = SimpleNamespace(tensors=tensors, tensor_bytes=lambda name: model.file.tensor_bytes(held[name]))
         return PointerHead(engine, cast(Any, SimpleNamespace(tokenizer=tokenizer, file=file, config=model.config)))
 
-    with pytest.raises(CorruptFileError, match=r"cls\.output\.weight is not in the file"):
-        made({})
-    weight = model.file.tensors["cls.output.weight"]
-    with pytest.raises(CorruptFileError, match=r"cls\.output\.bias is not in the file"):
-        made({"cls.output.weight": weight})
-    with pytest.raises(CorruptFileError, match="wanted an even number of rows"):
-        made({"cls.output.weight": model.file.tensors["output_norm.weight"]})
+    weight, bias = "cls.output.weight", "cls.output.bias"
+    for names, error in (
+        ([], r"cls\.output\.weight is not in the file"),
+        ([(weight, weight)], r"cls\.output\.bias is not in the file"),
+        ([(weight, "output_norm.weight")], "wanted an even number of rows of 64"),
+        ([(weight, weight), (bias, "output_norm.weight")], r"cls\.output\.bias has shape"),
+    ):
+        with pytest.raises(CorruptFileError, match=error):
+            made(*names)
     with pytest.raises(UnsupportedFormatError, match="box_end.* is 3 tokens"):
         made(tokenizer=SimpleNamespace(encode=lambda *_, **__: [1, 2, 3]))
     (end,) = kev.tokenizer.encode("<|box_end|>", add_special=False, parse_special=True)
     for ids in ([1, 2], [end], [1, end, end]):
         with pytest.raises(UnsupportedFormatError, match="the prompt of 1 options has"):
-            made().lay_out(ids, 1)
+            made((weight, weight), (bias, bias)).lay_out(ids, 1)
     with pytest.raises(RequestError, match="has no instructions"):
         kev.decide(STATE, {"x": YesNo(yes="it is")})
     with pytest.raises(RequestError, match="leave it out"):
