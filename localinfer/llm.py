@@ -515,7 +515,8 @@ class LLM(Closing):
         """Answer typed questions about a state by probabilities, without generating text; see `generation.decision`."""
         from localinfer.generation.decision import decision_model
 
-        make = partial(decision_model, self._engine, self._model, self._chats(), self._media_reader)
+        chats = None if "decisions" in self._model.capabilities else self._chats()
+        make = partial(decision_model, self._engine, self._model, chats, self._media_reader)
         return self._once("decisions", make).decide(state, questions, **options)
 
     async def adecide(

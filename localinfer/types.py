@@ -81,7 +81,7 @@ class ModelInfo:
     architecture: str
     """GGUF's name of the architecture."""
     capabilities: tuple[str, ...]
-    """Kinds of requests: "completion", "chat", "embeddings", "rerank"."""
+    """Kinds of requests: "completion", "chat", "embeddings", "rerank"; "decisions" where it does nothing else."""
     parameters: int
     """Number of weights."""
     quantization: str

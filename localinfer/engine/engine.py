@@ -124,9 +124,13 @@ class Engine:
     def check_generates(self) -> None:
         """Raise RequestError for an encoder, which has no next token."""
         if self._is_encoder:
+            config = self._model.config
+            does, ways = (
+                ("decides about", "decide") if config.num_decision_layers else ("embeds or ranks", "embed or rerank")
+            )
             raise RequestError(
-                f"this model is an encoder ({self._model.config.architecture}): it embeds or ranks texts and generates "
-                "none; use embed or rerank, or load a model that generates"
+                f"this model is an encoder ({config.architecture}): it {does} texts and generates none; use {ways}, or "
+                "load a model that generates"
             )
 
     def plan(self, sampling: SamplingParams, mask: TokenMask | None = None) -> SamplingPlan:

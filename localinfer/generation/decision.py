@@ -19,7 +19,7 @@ from localinfer.arguments import check_number, shown
 from localinfer.engine.cache.block_hashes import common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
-from localinfer.errors import RequestError
+from localinfer.errors import RequestError, UnsupportedFormatError
 from localinfer.generation.chat.media_parts import Segments, check_spells_none
 from localinfer.generation.chat.reply import ReplyRequest
 from localinfer.generation.chat_model import ChatHistory, ChatModel
@@ -54,10 +54,11 @@ _PROBE = "?"
 
 
 def decision_model(
-    engine: Engine, model: "Model", chats: ChatModel, media: "MediaReader | None" = None
+    engine: Engine, model: "Model", chats: ChatModel | None, media: "MediaReader | None" = None
 ) -> "DecisionModel | TrainedDecisionModel":
     """The way to decide with a model: its own, if it was made for decisions, otherwise by questions in a chat.
 
+    chats: None for a model that generates nothing.
     Raises: UnsupportedFormatError for one that was made to decide in a way that is not run.
     """
     from localinfer.generation.decision_heads import decision_head
@@ -65,12 +66,13 @@ def decision_model(
     from localinfer.models.text.chat_template import ChatTemplate
 
     tokenizer = model.tokenizer
-    assert tokenizer is not None, "a model that chats has one"
+    if tokenizer is None:
+        raise UnsupportedFormatError("this model's file has no tokenizer, which decisions need; load another copy")
     kind = decision_type(model.file.metadata)
-    if kind is None:
+    if kind is None and chats is not None:
         return DecisionModel(engine, chats, tokenizer, media)
     template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
-    head = decision_head(kind, engine, model)
+    head = decision_head(str(kind), engine, model)
     return TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)
 
 

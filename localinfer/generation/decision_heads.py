@@ -6,22 +6,28 @@ batches, threads or what was cached either.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from numbers import Integral
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.arguments import shown
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import not_finite_error
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.generation.label_scores import PromptForks, shared_length
+from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.models.decoder.block_config import Pooling
+from localinfer.models.text.vocabulary import PREFIX
 from localinfer.quant.formats.dequantize import dequantize
+from localinfer.quant.formats.types import TensorRecord
 from localinfer.types import FloatArray, TokenIds
 
 if TYPE_CHECKING:
@@ -29,6 +35,15 @@ if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
 
 _OPTION_END = "<|box_end|>"
+KINDS = ("choice", "score", "noul")
+"""Types of questions, in the order in which heads have their vectors."""
+
+_OPTION_TOKENS = 48
+_LEAST_OPTION_TOKENS = 4
+_LEAST_QUESTION_TOKENS = 8
+_SPARED_TOKENS = 16
+"""Of a prompt that is cut: tokens of an option behind its mask at most, with it at least, of a question at least, and
+those that options leave to it."""
 
 
 class HeadPrompt(NamedTuple):
@@ -38,6 +53,8 @@ class HeadPrompt(NamedTuple):
     """int32[T]."""
     places: tuple[int, ...]
     """Position of each option, rising."""
+    kind: int = 0
+    """Index of the question's type in `KINDS`."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +72,14 @@ class HeadScores:
 class DecisionHead(Protocol):
     """A head of one loaded model; threads may share it."""
 
-    def lay_out(self, token_ids: Sequence[int], num_options: int) -> HeadPrompt:
-        """Find the options of a prompt. Raises: UnsupportedFormatError for a prompt of another form."""
+    marker: str
+    """Text that stands for a place to read at, and must not be in what is asked; empty for none."""
+
+    def lay_out(self, token_ids: Sequence[int], num_options: int, kind: str) -> HeadPrompt:
+        """Find the options of a prompt, and cut what was cut in training.
+
+        kind: one of `KINDS`. Raises: UnsupportedFormatError for a prompt of another form.
+        """
         ...
 
     def score(self, prompts: Sequence[HeadPrompt], hints: CacheHints) -> HeadScores:
@@ -66,6 +89,8 @@ class DecisionHead(Protocol):
 
 class PointerHead:
     """Kev's: the product of a query, of the prompt's last row, with a key, of the row that ends an option."""
+
+    marker = ""
 
     def __init__(self, engine: Engine, model: "Model") -> None:
         """Read a model's head. Raises: CorruptFileError, UnsupportedFormatError for a file without it."""
@@ -92,7 +117,7 @@ class PointerHead:
         self._program: Program | None = None
         self._lock = Lock()
 
-    def lay_out(self, token_ids: Sequence[int], num_options: int) -> HeadPrompt:
+    def lay_out(self, token_ids: Sequence[int], num_options: int, kind: str) -> HeadPrompt:
         """See `DecisionHead`."""
         ids = np.array(token_ids, np.int32)
         places = np.flatnonzero(ids == self._end)
@@ -101,7 +126,7 @@ class PointerHead:
                 f"the prompt of {num_options} options has {places.size} {_OPTION_END}; wanted one behind each. Convert "
                 "the model again with a current converter."
             )
-        return HeadPrompt(ids, tuple(map(int, places)))
+        return HeadPrompt(ids, tuple(map(int, places)), KINDS.index(kind))
 
     def score(self, prompts: Sequence[HeadPrompt], hints: CacheHints) -> HeadScores:
         """See `DecisionHead`."""
@@ -184,14 +209,103 @@ class _Reading(PromptForks):
             found[index].append(part)
 
 
-def head_tensor(model: "Model", name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
-    """A tensor of a head as float32. Raises: CorruptFileError if it is missing, or has another shape than this one."""
+class MaskHead:
+    """Laya's: an encoder with layers behind it, whose classifier scores the row of the mask before each option.
+
+    The layers and the classifier are parts of the model's graph; see `Architecture.first_decision_layer`.
+    """
+
+    def __init__(self, engine: Engine, model: "Model") -> None:
+        """Read a model's settings. Raises: CorruptFileError, UnsupportedFormatError for a file without them."""
+        assert model.tokenizer is not None, "a model that decides has one"
+        self._engine, self._pooler, self._lock = engine, TextPooler(engine, model), Lock()
+        metadata, prefix = model.file.metadata, f"{model.config.architecture}.decision"
+        if not model.config.num_decision_layers:
+            raise UnsupportedFormatError(
+                f"{prefix}.block_count is not in the file, or is not read for this architecture; wanted the number of "
+                "the head's layers, as a current converter of llama.cpp writes it"
+            )
+        self._most = _positive(metadata, f"{prefix}.max_head_tokens")
+        size = model.tokenizer.vocab_size
+        self._mask, self._separator = (
+            _positive(metadata, f"{PREFIX}{role}_token_id", size) for role in ("mask", "seperator")
+        )
+        self.marker = model.tokenizer.token_text(self._mask)
+        width = model.config.hidden_size
+        for name in ("cls.weight", "cls.bias", "cls.norm.weight", "cls.norm.bias", "cls.output.bias"):
+            head_info(model, name)
+        shaped: dict[str, tuple[tuple[int, ...], ...]] = {
+            "token_types.weight": ((len(KINDS), width),),
+            # One row may be written as a vector.
+            "cls.output.weight": ((1, width), (width,)),
+        }
+        for name, shapes in shaped.items():
+            if (shape := head_info(model, name).shape) not in shapes:
+                raise CorruptFileError(f"{name} has shape {shape}; wanted {shapes[0]}. Convert the model again.")
+
+    def lay_out(self, token_ids: Sequence[int], num_options: int, kind: str) -> HeadPrompt:
+        """See `DecisionHead`; the prompt is [cls] question [sep] ([mask] option)* [sep] state [sep]."""
+        ids = list(token_ids)
+        masks = [place for place, token_id in enumerate(ids) if token_id == self._mask]
+        stop = ids.index(self._separator, masks[-1]) if masks and self._separator in ids[masks[-1] :] else len(ids)
+        is_right = len(masks) == num_options and masks[0] >= 2 and ids[masks[0] - 1] == self._separator
+        if not is_right or stop + 1 >= len(ids) or ids[-1] != self._separator:
+            raise UnsupportedFormatError(
+                f"the prompt of {num_options} options has {len(masks)} masks, or separators elsewhere; wanted the "
+                "start, the question, a mask before each option, and the state, with separators behind. Convert the "
+                "model again with a current converter."
+            )
+        question = ids[1 : masks[0] - 1]
+        options = [ids[start:end] for start, end in zip(masks, [*masks[1:], stop], strict=True)]
+        options = [one[: 1 + _OPTION_TOKENS] for one in options]
+        if sum(map(len, options)) + _SPARED_TOKENS > self._most:
+            share = max(0, self._most - _SPARED_TOKENS) // num_options
+            options = [one[: max(_LEAST_OPTION_TOKENS, share)] for one in options]
+        room = max(_LEAST_QUESTION_TOKENS, self._most - sum(map(len, options)))
+        head = [ids[0], *question[:room], self._separator]
+        ends = np.cumsum([len(head), *map(len, options)])
+        whole = np.array([*head, *chain.from_iterable(options), *ids[stop:]], np.int32)
+        return HeadPrompt(whole, tuple(map(int, ends[:-1])), KINDS.index(kind))
+
+    def score(self, prompts: Sequence[HeadPrompt], hints: CacheHints) -> HeadScores:
+        """See `DecisionHead`; an encoder computes each prompt whole."""
+        texts = [
+            PooledText(
+                self._engine.check_prompt(one.token_ids, needs_tokens=True), row_type=one.kind, places=one.places
+            )
+            for one in prompts
+        ]
+        # Of two threads one waits for the other's batches: a program grows while it is unused.
+        with self._lock:
+            found = self._pooler.pool(texts, Pooling.RANK)
+        scores = [rows.reshape(-1).astype(np.float64) for rows in found]
+        return HeadScores(scores, 0, sum(one.token_ids.size for one in prompts))
+
+
+def _positive(metadata: Mapping[str, object], key: str, limit: int = 1 << 30) -> int:
+    """A setting of a head. Raises: UnsupportedFormatError if it is not a number above 0."""
+    found = metadata.get(key)
+    if not isinstance(found, Integral) or isinstance(found, bool) or not 0 < int(found) < limit:
+        raise UnsupportedFormatError(
+            f"{key} is {shown(found)}; wanted a number above 0, which the head of this decision model needs"
+        )
+    return int(found)
+
+
+def head_info(model: "Model", name: str) -> TensorRecord:
+    """A tensor's description. Raises: CorruptFileError if it is missing."""
     info = model.file.tensors.get(name)
     if info is None:
         raise CorruptFileError(
             f"{name} is not in the file; wanted it for the head of this decision model. Convert the model again or "
             "download another copy."
         )
+    return info
+
+
+def head_tensor(model: "Model", name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
+    """A tensor of a head as float32. Raises: CorruptFileError if it is missing, or has another shape than this one."""
+    info = head_info(model, name)
     if shape is not None and info.shape != shape:
         raise CorruptFileError(f"{name} has shape {info.shape}; wanted {shape}. Convert the model again.")
     return np.array(dequantize(model.file.tensor_bytes(name), info.type, info.shape))
@@ -200,5 +314,5 @@ def head_tensor(model: "Model", name: str, shape: tuple[int, ...] | None = None)
 def decision_head(kind: str, engine: Engine, model: "Model") -> DecisionHead | None:
     """The head of a model of this type; None for one that is read by labels. Raises: CorruptFileError,
     UnsupportedFormatError."""
-    makers = {"kev": PointerHead}
+    makers: dict[str, Callable[[Engine, Model], DecisionHead]] = {"kev": PointerHead, "laya": MaskHead}
     return makers[kind](engine, model) if kind in makers else None

@@ -82,7 +82,7 @@ READOUTS = {
     "nimble": Readout(lists_questions=True),
 }
 """The types that are read by labels."""
-HEADS = {"kev": Readout(codes=(), flattens=True)}
+HEADS = {"kev": Readout(codes=(), flattens=True), "laya": Readout(codes=())}
 """The types that have a head."""
 
 _PROBE = YesNo(instructions="?")
@@ -207,7 +207,7 @@ class TrainedDecisionModel:
         prompts = []
         for is_reversed in (False, True)[: 1 + (readout.reverses_choices and isinstance(question, Choice))]:
             ids = self._encode(state, name, question, questions, is_reversed=is_reversed)
-            read = None if self._head is None else self._head.lay_out(ids, len(options))
+            read = None if self._head is None else self._head.lay_out(ids, len(options), _kind(question))
             token_ids = np.array(ids, np.int32) if read is None else read.token_ids
             temperature = self._temperature(question, len(options))
             prompts.append(_Prompt(token_ids, labels, read, outputs, temperature, is_reversed))
@@ -227,6 +227,8 @@ class TrainedDecisionModel:
         values = {"state": state, **self._asked(name, question, is_reversed=is_reversed)}
         if readout.flattens:
             values |= {name: flat_text(values[name]) for name in ("state", "instructions")}
+        if self._head is not None and self._head.marker:
+            values = _without(values, self._head.marker)
         if readout.lists_questions:
             values["questions"] = [self._asked(other, checked_question(one)) for other, one in questions.items()]
         values = _sorted(values) if readout.sorts_keys else values
@@ -308,6 +310,17 @@ def _sorted(value: Any) -> Any:
         return {key: _sorted(value[key]) for key in sorted(value)}
     if isinstance(value, list | tuple):
         return [_sorted(one) for one in value]
+    return value
+
+
+def _without(value: Any, text: str) -> Any:
+    """JSON with a space in place of a text in all that it says."""
+    if isinstance(value, str):
+        return value.replace(text, " ")
+    if isinstance(value, Mapping):
+        return {key: _without(one, text) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without(one, text) for one in value]
     return value
 
 

@@ -41,6 +41,10 @@ class PooledText:
     num_first: int | None = None
     """Of a pair, how many ids are of the first of the model's token types, the others being of the second; None for
     all."""
+    row_type: int = 0
+    """Token type of all rows, of texts that are no pair."""
+    places: tuple[int, ...] | None = None
+    """Rows whose results are wanted, of a text that is computed whole; None for those that the pooling takes."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ class TextPooler:
                 return max(longest, MAX_BATCH_ROWS)
             return min(program.max_batch_rows, program.max_output_rows)
 
-    def _taken_rows(self, kind: Pooling, pooling: Pooling) -> Callable[[_Piece], range]:
+    def _taken_rows(self, kind: Pooling, pooling: Pooling) -> Callable[[_Piece], Sequence[int]]:
         """Wanted rows of a piece, counted from its first."""
         chosen = self._model.classified_rows if pooling is Pooling.RANK else pooling
         if pooling in (Pooling.NONE, Pooling.LATE) or (chosen is Pooling.MEAN and kind is Pooling.NONE):
@@ -177,7 +181,7 @@ class TextPooler:
             return last
         return lambda piece: range(1) if piece.start == 0 else range(0)
 
-    def _run(self, kind: Pooling, batch: Sequence[_Piece], taken: Callable[[_Piece], range]) -> None:
+    def _run(self, kind: Pooling, batch: Sequence[_Piece], taken: Callable[[_Piece], Sequence[int]]) -> None:
         rows: list[int] = []
         counts = []
         first = 0
@@ -186,8 +190,8 @@ class TextPooler:
                 # Before the step, which others wait for.
                 piece.text.media.hold(piece.start, lambda: False)
         for piece in batch:
-            wanted = taken(piece)
-            rows.extend(range(first + wanted.start, first + wanted.stop))
+            wanted = taken(piece) if piece.text.given.places is None else piece.text.given.places
+            rows.extend(first + row for row in wanted)
             counts.append(len(wanted))
             first += piece.stop - piece.start
         with self._engine.exclusive_cache() as cache:
@@ -196,7 +200,8 @@ class TextPooler:
                 if piece.text.sequence is None:
                     piece.text.sequence = cache.open()
                     piece.text.sequence.media = piece.text.media
-                    piece.text.sequence.row_type = self._engine.row_type(piece.text.token_ids)
+                    given = piece.text.given
+                    piece.text.sequence.row_type = given.row_type or self._engine.row_type(given.token_ids)
                 sequences.append(piece.text.sequence)
             ids = [piece.text.token_ids[piece.start : piece.stop] for piece in batch]
             types = _token_types(batch)
@@ -265,7 +270,7 @@ def _result(text: _Text, pooling: Pooling, *, is_mean: bool) -> FloatArray:
     if is_mean:
         total = np.sum([part.sum(axis=0, dtype=np.float64) for part in text.rows], axis=0)
         return np.asarray(total / len(text.token_ids), np.float32)
-    if pooling in (Pooling.NONE, Pooling.LATE):
+    if pooling in (Pooling.NONE, Pooling.LATE) or text.given.places is not None:
         return np.concatenate(text.rows)
     return next(part[0] for part in text.rows if len(part))
 

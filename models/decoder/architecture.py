@@ -150,6 +150,9 @@ class Architecture:
     """A matrix, the classifier's activation and a norm stand before the output matrix."""
     has_output_projection: bool = False
     """A matrix follows the output norm."""
+    first_decision_layer: int | None = None
+    """Layers from here on are plain ones of a head for decisions: their input is the output norm's result and a vector
+    of the question's type, and a norm stands before the classifier's first matrix in place of behind it."""
     classifier_activation: Activation | None = None
     """Activation after a reranker's first matrix, None for tanh."""
     draft_layers: DraftLayers = DraftLayers()
@@ -251,7 +254,9 @@ class Architecture:
         return self.mixers[layer] if self.mixers else Mixer.ATTENTION
 
     def of_layer(self, layer: int) -> "Architecture":
-        """The record with the norms of one layer."""
+        """The record with the norms and activation of one layer."""
+        if self.first_decision_layer is not None and layer >= self.first_decision_layer:
+            return replace(self, gated=False, activation=Activation.RELU)
         if not self.norms_behind_attention or self.mixer(layer) is not Mixer.ATTENTION:
             return self
         return replace(

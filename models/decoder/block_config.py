@@ -436,6 +436,13 @@ def classified_rows(metadata: Mapping[str, object], *, is_encoder: bool) -> Pool
     raise UnsupportedFormatError(f"{key} is {shown(found)}; this version classifies by {wanted}. Use another model.")
 
 
+def num_decision_layers(reader: MetadataReader, num_layers: int) -> int:
+    """Last layers that are a head's for decisions, in encoders that have one."""
+    if reader.prefix != "modern-bert":
+        return 0
+    return reader.integer("decision.block_count", 0, low=0, high=num_layers - 1)
+
+
 _MAX_KERNEL = 64
 _MAX_BETA_SCALE = 2.0
 """More than 2 would let a state grow without end."""

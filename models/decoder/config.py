@@ -93,6 +93,8 @@ class ModelConfig:
     has_exact_gelu: bool = False
     """GELU is of the error function, where encoders' files else mean its tanh form."""
     classifier_activation: str = ""
+    num_decision_layers: int = 0
+    """Last layers that are those of a head for decisions."""
     """Empty for the architecture's."""
     num_relative_buckets: int = 0
     """Buckets of attention's biases by distance."""
@@ -237,6 +239,7 @@ class ModelConfig:
             has_learned_positions="position_embd.weight" in tensor_shapes,
             hidden_activation=reader.text("hidden_activation", "") if architecture in _WITH_ACTIVATION else "",
             full_layers_see_pictures=bool(reader.optional_boolean("attention.full_layers_see_pictures")),
+            num_decision_layers=blocks.num_decision_layers(reader, num_layers),
             has_exact_gelu=bool(reader.optional_boolean("exact_gelu")),
             classifier_activation=reader.text("classifier.activation", ""),
             num_relative_buckets=reader.integer("attention.relative_buckets_count", 0, low=0, high=MAX_WIDTH),

@@ -89,6 +89,9 @@ def write_layers(
     hidden = write_embedding(graph, context_length)
     for layer in range(last + 1):
         marks.append(len(graph.tape.ops))
+        if layer == graph.architecture.first_decision_layer:
+            graph.norm(hidden, hidden, "output_norm")
+            _write_token_types(graph, hidden)
         hidden = write_layer(graph, layer, hidden, tables, selects_output=selects_output and layer == last)
         if graph.config.takes_media and layer < graph.config.num_deepstack_layers:
             graph.tape.embed_media(hidden, layer + 1, adds=True)

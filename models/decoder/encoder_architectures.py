@@ -97,7 +97,7 @@ def _modern_bert(config: ModelConfig) -> Architecture:
             f"modern-bert.hidden_activation is {config.hidden_activation!r:.40}; this version computes gelu and silu. "
             "Update localinfer or choose another model."
         )
-    return Architecture(
+    plain = Architecture(
         causal=False,
         norm=Norm.LAYER,
         first_attention_norm=False,
@@ -105,6 +105,18 @@ def _modern_bert(config: ModelConfig) -> Architecture:
         activation=activation[config.hidden_activation],
         windows=_windows(config, lambda layer: layer % _MODERN_BERT_PERIOD == 0),
         classifier_activation=_gelu(config),
+    )
+    if not config.num_decision_layers:
+        return plain
+    # Laya's head sees all rows, and no positions.
+    first = config.num_layers - config.num_decision_layers
+    return replace(
+        plain,
+        windows=(*plain.windows[:first], *(0,) * config.num_decision_layers),
+        has_rope=tuple(layer < first for layer in range(config.num_layers)),
+        output_norm=None,
+        first_decision_layer=first,
+        classifier_activation=Activation.GELU_ERF,
     )
 
 

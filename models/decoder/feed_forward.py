@@ -63,7 +63,7 @@ def write_feed_forward(
 
 def _inner(graph: Graph, layer: int, gate_name: str, up_name: str, down_name: str, x: Buffer) -> Buffer:
     """The input of the down projection: activation(up x), or activation(gate x) * (up x)."""
-    tape, architecture = graph.tape, graph.architecture
+    tape, architecture = graph.tape, graph.architecture.of_layer(layer)
     size = graph.weights.shape(f"{down_name}.weight")[-1]
     if not architecture.gated:
         up = graph.product(up_name, x, "up", size)
@@ -91,7 +91,7 @@ def _gate(graph: Graph, gate: Buffer, up: Buffer, limit: float) -> None:
 
 def _activate(graph: Graph, layer: int, x: Buffer) -> None:
     """The activation of a block without a gate, in place."""
-    architecture = graph.architecture
+    architecture = graph.architecture.of_layer(layer)
     if architecture.xielu:
         # The file has its parameters before the softplus that keeps them positive.
         learned = architecture.xielu[layer]

@@ -10,7 +10,7 @@ import numpy as np
 
 from localinfer.kernels.ops import Buffer, EmbeddingTable, LinearWeight, RopeTable
 from localinfer.models.decoder.architectures import check_architecture
-from localinfer.models.decoder.block_config import classified_rows, read_pooling
+from localinfer.models.decoder.block_config import Pooling, classified_rows, read_pooling
 from localinfer.models.decoder.checked_weights import ShapeWeights
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import write_decoder
@@ -33,7 +33,8 @@ def list_program(file: ModelFile) -> dict[str, Any]:
     config = ModelConfig.from_metadata(file.metadata, shapes)
     if config.is_encoder:
         classified = classified_rows(file.metadata, is_encoder=True)
-        graph = write_text_model(config, weights, read_pooling(file.metadata), classified)
+        pooling = Pooling.RANK if config.num_decision_layers else read_pooling(file.metadata)
+        graph = write_text_model(config, weights, pooling, classified)
     else:
         graph = write_decoder(config, weights)
     types = {name: record.type.name for name, record in file.tensors.items()}

@@ -35,6 +35,7 @@ def write_text_model(
     Raises: as `write_decoder`; CorruptFileError for a reranker without a classifier.
     """
     graph, tables = begin_graph(config, weights, kv_layers, context_length)
+    classified = Pooling.FIRST if graph.architecture.first_decision_layer is not None else classified
     is_mean = Pooling.MEAN in (pooling, classified if pooling is Pooling.RANK else pooling)
     # The states of every row are among those of the sequence, which a graph writes all of or none.
     carries = bool(config.num_draft_layers and state_shapes(config))
@@ -64,6 +65,9 @@ def _write_dense(graph: Graph, x: Buffer) -> Buffer:
 
 def _write_classifier(graph: Graph, x: Buffer) -> Buffer:
     weights, tape = graph.weights, graph.tape
+    is_decision = graph.architecture.first_decision_layer is not None
+    if is_decision:
+        graph.norm(x, x, "cls.norm")
     if weights.has("cls.weight"):
         x = graph.product("cls", x, "cls", x.width)
         activation = graph.architecture.classifier_activation
@@ -71,7 +75,7 @@ def _write_classifier(graph: Graph, x: Buffer) -> Buffer:
             tape.softcap(x, 1.0)  # tanh
         else:
             tape.activation(x, x, activation)
-        if weights.has("cls.norm.weight"):
+        if weights.has("cls.norm.weight") and not is_decision:
             graph.norm(x, x, "cls.norm")
     elif not weights.has("cls.output.weight"):
         raise CorruptFileError(

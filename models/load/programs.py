@@ -200,6 +200,8 @@ def _further_kinds(config: ModelConfig, file: ModelFile) -> list[Pooling]:
         kinds = [Pooling.MEAN, Pooling.LAST, Pooling.NONE]
     if (pooling := read_pooling(file.metadata)) in (Pooling.RANK, Pooling.LATE):
         kinds.append(pooling)
+    if config.num_decision_layers:
+        kinds = [Pooling.RANK]
     return kinds
 
 

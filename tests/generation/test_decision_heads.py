@@ -10,7 +10,7 @@ import pytest
 
 import localinfer
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
-from localinfer.generation.decision_heads import PointerHead
+from localinfer.generation.decision_heads import MaskHead, PointerHead
 from localinfer.generation.decision_readouts import TEMPLATE_KEY, flat_text
 from localinfer.generation.questions import Answer, Choice, ChoiceAnswer, Question, Score, ScoreAnswer, YesNo
 from tests.models.arch_models import random_weight, write_skeleton
@@ -169,8 +169,174 @@ def test_files_without_a_heads_parts_are_refused(kev: localinfer.LLM) -> None:
     (end,) = kev.tokenizer.encode("<|box_end|>", add_special=False, parse_special=True)
     for ids in ([1, 2], [end], [1, end, end]):
         with pytest.raises(UnsupportedFormatError, match="the prompt of 1 options has"):
-            made((weight, weight), (bias, bias)).lay_out(ids, 1)
+            made((weight, weight), (bias, bias)).lay_out(ids, 1, "noul")
     with pytest.raises(RequestError, match="has no instructions"):
         kev.decide(STATE, {"x": YesNo(yes="it is")})
     with pytest.raises(RequestError, match="leave it out"):
         kev.decide(STATE, QUESTIONS, orders=2)
+
+
+LAYA_CONTROLS = ["[CLS]", "[SEP]", "[MASK]"]
+LAYA_TEMPLATE = (
+    "[CLS]{{ type }}? {{ instructions if instructions is string else instructions|tojson }}[SEP]{% for o in options %}"
+    "[MASK] {{ o.key }}={{ o.description|tojson }}{% endfor %}[SEP]"
+    "{{ state if state is string else state|tojson }}[SEP]"
+)
+LAYA_STATE = {"who": "Tom", "a": ["cat", "[MASK][SEP]"], "day": 3}
+LAYA_PROMPTS = {
+    "lost": (2, "noul? Is something lost?", ["false=null", 'true="it is gone"'], 3.0),
+    "who": (0, 'choice? {"b": 1, "a": 2}', ['Tom="a boy"', "Lily=null", 'Max=["x"]'], 0.5),
+    "mood": (1, "score? How sad?", ['0="not"', '1={"z": 1, "a": 2}', '2="very"'], 1.0),
+}
+ENCODER_LAYERS, HEAD_LAYERS, HEADS, INNER = 5, 2, 4, 128
+HEAD_TENSORS: dict[str, tuple[int, ...]] = {
+    "token_types.weight": (3, WIDTH),
+    **{f"cls.{name}": shape for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))},
+    **{f"cls.norm.{name}": (WIDTH,) for name in ("weight", "bias")},
+    "cls.output.weight": (1, WIDTH),
+    "cls.output.bias": (1,),
+}
+for head_layer in range(ENCODER_LAYERS, ENCODER_LAYERS + HEAD_LAYERS):
+    for matrix, size in {
+        "attn_qkv": (3 * WIDTH, WIDTH),
+        "attn_output": (WIDTH, WIDTH),
+        "ffn_up": (INNER, WIDTH),
+        "ffn_down": (WIDTH, INNER),
+        "attn_norm": (WIDTH,),
+        "ffn_norm": (WIDTH,),
+    }.items():
+        HEAD_TENSORS |= {f"blk.{head_layer}.{matrix}.weight": size, f"blk.{head_layer}.{matrix}.bias": size[:1]}
+
+
+@pytest.fixture(scope="module")
+def laya(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[localinfer.LLM, localinfer.LLM]]:
+    """The model, and its encoder alone."""
+    folder = tmp_path_factory.mktemp("laya")
+    skeleton = talking_skeleton("modern-bert-encoder", LAYA_CONTROLS)
+    first = next(entry[3] for entry in skeleton["kv"] if entry[0] == "tokenizer.ggml.tokens").index("[CLS]")
+    roles = (("seperator", first + 1), ("mask", first + 2))
+    skeleton["kv"] += [[f"tokenizer.ggml.{role}_token_id", "UINT32", None, token_id] for role, token_id in roles]
+    write_skeleton(skeleton, folder / "encoder.gguf")
+    for entry in skeleton["kv"]:
+        if entry[0] == "modern-bert.block_count":
+            entry[3] = ENCODER_LAYERS + HEAD_LAYERS
+        elif entry[0] == "modern-bert.feed_forward_length":
+            entry[1:] = ["ARRAY", "INT32", [96] * ENCODER_LAYERS + [INNER] * HEAD_LAYERS]
+    skeleton["kv"] += settings("modern-bert", "laya", LAYA_TEMPLATE)
+    numbers = (("block_count", HEAD_LAYERS), ("max_head_tokens", 256))
+    skeleton["kv"] += [[f"modern-bert.decision.{name}", "UINT32", None, value] for name, value in numbers]
+    skeleton["tensors"] += [[name, list(shape)] for name, shape in HEAD_TENSORS.items()]
+    write_skeleton(skeleton, folder / "laya.gguf")
+    with (
+        localinfer.load(folder / "laya.gguf", context_length=1024) as loaded,
+        localinfer.load(folder / "encoder.gguf", context_length=1024) as encoder,
+    ):
+        yield loaded, encoder
+
+
+def normed(x: np.ndarray, name: str) -> np.ndarray:
+    """Layer norm over rows, by the weight and bias of this name."""
+    centred = x - x.mean(axis=1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5)
+    return np.asarray(scaled * tensor(f"{name}.weight") + tensor(f"{name}.bias"))
+
+
+def tensor(name: str) -> np.ndarray:
+    return random_weight(name, HEAD_TENSORS[name]).astype(np.float64)
+
+
+def product(x: np.ndarray, name: str) -> np.ndarray:
+    return np.asarray(x @ tensor(f"{name}.weight").T + tensor(f"{name}.bias"))
+
+
+def laya_scores(encoder: localinfer.LLM, kind: int, head: str, options: list[str]) -> np.ndarray:
+    """The oracle: the encoder's states, through the head's layers and its scorer."""
+    segments = [("[CLS]", True), (head, False), ("[SEP]", True)]
+    for option in options:
+        segments += [("[MASK]", True), (f" {option}", False)]
+    segments += [("[SEP]", True), ('{"who": "Tom", "a": ["cat", " [SEP]"], "day": 3}', False), ("[SEP]", True)]
+    ids = encoder.tokenizer.encode_segments(segments)
+    (states,) = encoder.embed_many([ids], pooling="none", normalize=False)
+    x = states.astype(np.float64) + tensor("token_types.weight")[kind]
+    for layer in range(ENCODER_LAYERS, ENCODER_LAYERS + HEAD_LAYERS):
+        block, size = f"blk.{layer}", WIDTH // HEADS
+        parts = product(normed(x, f"{block}.attn_norm"), f"{block}.attn_qkv").reshape(len(x), 3, HEADS, size)
+        queries, keys, values = parts.transpose(1, 2, 0, 3)
+        weights = np.exp(queries @ keys.transpose(0, 2, 1) / math.sqrt(size))
+        attended = (weights / weights.sum(axis=2, keepdims=True)) @ values
+        x = x + product(attended.transpose(1, 0, 2).reshape(len(x), WIDTH), f"{block}.attn_output")
+        inner = np.maximum(product(normed(x, f"{block}.ffn_norm"), f"{block}.ffn_up"), 0.0)
+        x = x + product(inner, f"{block}.ffn_down")
+    (mask,) = encoder.tokenizer.encode("[MASK]", add_special=False, parse_special=True)
+    x = product(normed(x[np.array(ids) == mask], "cls.norm"), "cls")
+    x = 0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0)))
+    return product(x, "cls.output").reshape(-1)
+
+
+def test_laya_scores_the_mask_of_each_option(laya: tuple[localinfer.LLM, localinfer.LLM]) -> None:
+    llm, encoder = laya
+    found = llm.decide(LAYA_STATE, QUESTIONS)
+    for name, (kind, head, options, temperature) in LAYA_PROMPTS.items():
+        wanted = softmax(laya_scores(encoder, kind, head, options), temperature)
+        assert max(wanted) - min(wanted) > 1e-2
+        assert listed(found.answers[name]) == pytest.approx(wanted, rel=1e-3), name
+    assert found.computed_tokens == found.prompt_tokens + 2 * found.state_tokens
+
+
+def test_laya_answers_alike_in_any_company(laya: tuple[localinfer.LLM, localinfer.LLM]) -> None:
+    check_company(laya[0])
+
+
+def test_laya_only_decides(laya: tuple[localinfer.LLM, localinfer.LLM]) -> None:
+    llm, _ = laya
+    assert llm.capabilities == ("decisions",)
+    with pytest.raises(RequestError, match="use decide"):
+        llm.embed("a text")
+    with pytest.raises(RequestError, match="it decides about texts and generates none; use decide"):
+        llm.complete("a text")
+    with pytest.raises(RequestError, match="no reranker"):
+        llm.rerank("a query", ["a text"])
+    assert llm.embed("a text", pooling="none").shape[1] == WIDTH
+
+
+def test_options_and_questions_are_cut_as_in_training(laya: tuple[localinfer.LLM, localinfer.LLM]) -> None:
+    engine, model = engine_of(laya[0]), model_of(laya[0])
+
+    def made(without: str = "", **changed: object) -> MaskHead:
+        metadata = dict(model.file.metadata)
+        metadata |= {f"modern-bert.decision.{name}": value for name, value in changed.items()}
+        tensors = {name: one for name, one in model.file.tensors.items() if name != without}
+        file = SimpleNamespace(metadata=metadata, tensors=tensors)
+        stand_in = SimpleNamespace(tokenizer=model.tokenizer, file=file, config=model.config)
+        return MaskHead(engine, cast(Any, stand_in))
+
+    cls, sep, mask = (laya[0].tokenizer.encode(one, add_special=False, parse_special=True)[0] for one in LAYA_CONTROLS)
+    for most, question, options, kept_question, kept_options in (
+        (256, 20, [60, 5, 48, 49], 20, [48, 5, 48, 48]),
+        (256, 300, [3, 3], 248, [3, 3]),
+        (64, 30, [30, 2, 30], 29, [15, 2, 15]),
+        (20, 30, [10] * 10, 8, [3] * 10),
+        (20, 5, [10] * 10, 5, [3] * 10),
+        (10, 30, [1, 1], 8, [1, 1]),
+    ):
+        ids = [cls, *[50] * question, sep]
+        wanted = [cls, *[50] * kept_question, sep]
+        places = []
+        for number, (size, kept) in enumerate(zip(options, kept_options, strict=True)):
+            ids += [mask, *[100 + number] * size]
+            places.append(len(wanted))
+            wanted += [mask, *[100 + number] * kept]
+        end = [sep, *[70] * 40, sep]
+        found = made(max_head_tokens=most).lay_out([*ids, *end], len(options), "score")
+        assert found.token_ids.tolist() == [*wanted, *end], (most, question, options)
+        assert found.places == tuple(places) and found.kind == 1
+    wrong_forms = [cls, 5, sep, mask, 6, sep, 7], [cls, mask, 5, sep, 6, sep], [cls, 5, sep, mask, 6, mask, sep, 7, sep]
+    for ids in ([], *wrong_forms):
+        with pytest.raises(UnsupportedFormatError, match="the prompt of 1 options has"):
+            made().lay_out(ids, 1, "noul")
+    for wrong in (None, 0, -1, "256", True):
+        with pytest.raises(UnsupportedFormatError, match=r"decision\.max_head_tokens is .*wanted a number above 0"):
+            made(max_head_tokens=wrong)
+    for name in ("cls.weight", "cls.norm.bias", "token_types.weight", "cls.output.weight"):
+        with pytest.raises(CorruptFileError, match=f"{name} is not in the file"):
+            made(name)
