@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.media_parts import MediaSource
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
+    from localinfer.generation.decision import DecisionModel
+    from localinfer.generation.decision_readouts import TrainedDecisionModel
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.embedding_inputs import EmbeddingInput
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
@@ -749,6 +751,8 @@ class LLM(Closing):
                 self._media.close()
             if "embedder" in self._parts:
                 self._embedder.close()
+            if "decisions" in self._parts:
+                cast("DecisionModel | TrainedDecisionModel", self._parts["decisions"]).close()
         return_free_memory()
 
     @property

@@ -89,6 +89,10 @@ class DecisionModel:
         self._history = ChatHistory(chats.template, tokenizer, media=media)
         self._labels: dict[str, Label] = {}
 
+    def close(self) -> None:
+        """Give up memory, once the engine is closed."""
+        self._labels.clear()
+
     def decide(
         self,
         state: Content,

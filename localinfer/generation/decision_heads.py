@@ -86,6 +86,10 @@ class DecisionHead(Protocol):
         """Score the options of prompts; hints: how the cache keeps what they begin with."""
         ...
 
+    def close(self) -> None:
+        """Give up programs, once the engine is closed."""
+        ...
+
 
 class PointerHead:
     """Kev's: the product of a query, of the prompt's last row, with a key, of the row that ends an option."""
@@ -138,6 +142,11 @@ class PointerHead:
         finally:
             reading.close()
         return HeadScores(list(map(self._products, states)), reading.cached_tokens, reading.computed_tokens)
+
+    def close(self) -> None:
+        """See `DecisionHead`."""
+        with self._lock:
+            self._program = None
 
     def _products(self, states: FloatArray) -> NDArray[np.float64]:
         """The scores of options, from their rows and the last one's, float32[options + 1, width]."""
@@ -280,6 +289,11 @@ class MaskHead:
             found = self._pooler.pool(texts, Pooling.RANK)
         scores = [rows.reshape(-1).astype(np.float64) for rows in found]
         return HeadScores(scores, 0, sum(one.token_ids.size for one in prompts))
+
+    def close(self) -> None:
+        """See `DecisionHead`."""
+        with self._lock:
+            self._pooler.close()
 
 
 def _positive(metadata: Mapping[str, object], key: str, limit: int = 1 << 30) -> int:

@@ -147,6 +147,11 @@ class TrainedDecisionModel:
         self._labels = singles[:MOST_OPTIONS]
         self._most_options = len(self._labels) if head is None else MOST_OPTIONS
 
+    def close(self) -> None:
+        """Give up memory, once the engine is closed."""
+        if self._head is not None:
+            self._head.close()
+
     def decide(
         self,
         state: Content,

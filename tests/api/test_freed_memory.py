@@ -11,6 +11,7 @@ import pytest
 
 import localinfer
 from localinfer import Regex
+from localinfer.generation.questions import YesNo
 from tests.models.talking_models import build_talking_model
 from tests.support.inside import engine_of
 
@@ -102,6 +103,7 @@ def test_closed_model_is_gone_with_its_last_reference(name: str | None, tmp_path
             llm.complete("Once", max_tokens=12, constraint=Regex("(red|blue) [a-z]{2,9}"))
             llm.chat([{"role": "user", "content": "Hello"}], max_tokens=5)
             llm.embed("Hello")
+            llm.decide("Hello", {"greets": YesNo(instructions="Is it a greeting?")})
             engine = engine_of(llm)
             held = [engine, engine.scheduler, engine.pool, engine.program, llm.tokenizer, llm.tokenizer._encoder]
             references = [weakref.ref(one) for one in held]
