@@ -110,13 +110,13 @@ def random_weight(name: str, shape: Sequence[int], init: Mapping[str, Sequence[A
     for pattern, (kind, *arguments) in (init or {}).items():
         if re.search(pattern, name):
             return _drawn(_generator(name), shape, kind, *arguments).astype(np.float32)
-    return _usual_weight(name, tuple(shape)).copy()
+    return _usual_weight(name, tuple(shape), SEED).copy()
 
 
 @cache
-def _usual_weight(name: str, shape: tuple[int, ...]) -> FloatArray:
+def _usual_weight(name: str, shape: tuple[int, ...], seed: int) -> FloatArray:
     """A tensor of no distribution of its own: models have many of the same names and shapes."""
-    values = _generator(name).standard_normal(shape, dtype=np.float32)
+    values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
     if "norm" in name and name.endswith("weight"):
         return 1.0 + 0.1 * values
     if "ssm_a" in name:

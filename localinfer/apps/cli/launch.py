@@ -184,11 +184,14 @@ def _run(words: Sequence[str], plan: "Plan") -> int:
     # Ctrl-C is the agent's; a request to end this command ends the agent.
     handlers: dict[int, Any] = {}
     process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
-    def forward(number: int, _: Any) -> None:
-        if process is not None:
-            with suppress(OSError):
-                process.send_signal(number)
+    def forward(number: int, _: Any = None) -> None:
+        if process is None:
+            early.append(number)
+            return
+        with suppress(OSError):
+            process.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     if is_main:
@@ -196,6 +199,9 @@ def _run(words: Sequence[str], plan: "Plan") -> int:
         handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         process = subprocess.Popen(words, env={**environment, **plan.environment})
+        for number in early:
+            # It came while the agent was started, which may have been the agent's own.
+            forward(number)
         code = process.wait()
     except OSError as error:
         raise RequestError(f"{words[0]} cannot be started ({error.strerror}); install it anew") from None

@@ -319,6 +319,9 @@ class _Server(uvicorn.Server):
     def _note_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Close connections without a whole request where none can be accepted; asyncio tries again a second later."""
         error = context.get("exception")
+        if self.should_exit and self._is_short_of_descriptors and isinstance(error, ValueError):
+            # The second has passed, and the socket was closed meanwhile.
+            return
         if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTORS:
             loop.default_exception_handler(context)
             return

@@ -356,6 +356,8 @@ BAD = {
         no-such-file
     """,
     "warmup": """
+        --packs {file}
+        --packs {file}/x
         --model no-such-file
         --device tpu
         --kv-type q9

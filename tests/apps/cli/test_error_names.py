@@ -19,8 +19,8 @@ NO_COMMAND_PASSES = {
     *("max_tool_rounds", "on_tool_call", "on_tool_result"),
     # Texts are what the command line knows, ids are for programs.
     *("dry_breaker_ids", "stop_token_ids", "token_ids", "bad_words"),
-    # Made of two options, which are checked before.
-    "disk_cache",
+    # Made of options, which are checked before.
+    *("disk_cache", "loop_stop"),
     # The command takes the default.
     *(
         "branch_tokens",

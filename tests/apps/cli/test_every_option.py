@@ -147,6 +147,7 @@ ELSEWHERE = {
         *(("chat", name) for name in ("images", "audios", "mcp", "mcp_allow")),
         *(("compare", name) for name in ("images", "mmproj", "candidate_mmproj")),
         ("pull", "no_mmproj"),
+        ("warmup", "packs"),
     },
     "bad": {(command, "disk_cache_folder") for command in ("run", "chat", "serve", "mcp", "cache")},
 }

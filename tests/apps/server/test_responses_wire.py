@@ -65,7 +65,7 @@ def test_parts_of_a_reply_were_one_text_and_those_of_others_are_lines(tcp, role,
 
 
 def test_unknown_items_are_refused_by_place(tcp):
-    response = tcp.post("/v1/responses", json={**ASK, "input": [{"type": "computer_call"}]})
+    response = tcp.post("/v1/responses", json={**ASK, "input": [{"type": "no_such_item"}]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "input[0]"
 

@@ -125,6 +125,7 @@ class SimulatedModel:
 
     tokenizer = None
     has_dense = False
+    adapts_media = False
     classified_rows = Pooling.LAST
 
     def text_program(self, pooling: Pooling, max_rows: int = 512) -> Program:

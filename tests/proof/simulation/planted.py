@@ -249,7 +249,7 @@ PLANTED = (
     Planted(
         "checksum-not-checked",
         "localinfer.storage.page_store",
-        "    if checksum(header[:-CHECKSUM_BYTES], page) != header[-CHECKSUM_BYTES:]:\n",
+        "    if checksum(header[:-CHECKSUM_BYTES] + wanted.contents, page) != header[-CHECKSUM_BYTES:]:\n",
         "    if len(checksum(header[:-CHECKSUM_BYTES], page)) != len(header[-CHECKSUM_BYTES:]):\n",
         "a file that was damaged is believed",
     ),
@@ -263,8 +263,10 @@ PLANTED = (
     Planted(
         "session-page-not-proven",
         _SESSIONS,
-        "                cache.tree.insert(token_ids, fresh, windowed, snapshots=snapshots, salt=salt)\n",
-        "                cache.tree.insert(token_ids, fresh[::-1].copy(), windowed, snapshots=snapshots, salt=salt)\n",
+        "                cache.tree.insert(token_ids[:length], fresh[:count], held, snapshots=snapshots, salt=salt)\n",
+        "                cache.tree.insert(\n"
+        "                    token_ids[:length], fresh[:count][::-1].copy(), held, snapshots=snapshots, salt=salt\n"
+        "                )\n",
         "a session's pages come back in another order",
     ),
     Planted(
