@@ -1,6 +1,7 @@
 """Models that decide by heads: prompts, and scores beside formulas over hidden states of the same prompts."""
 
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.generation.decision_heads import MaskHead, PointerHead
 from localinfer.generation.decision_readouts import TEMPLATE_KEY, flat_text
@@ -126,6 +128,18 @@ def test_more_rows_than_a_batch_holds_are_read_in_parts(kev: localinfer.LLM) -> 
     found = kev.decide("short", asked)
     assert found.prompt_tokens > 700
     assert found.answers["which"] == kev.decide("short", {"which": asked["which"]}).answers["which"]
+
+
+def test_a_closed_head_gives_up_its_program(kev: localinfer.LLM) -> None:
+    head = PointerHead(engine_of(kev), model_of(kev))
+    (end,) = kev.tokenizer.encode("<|box_end|>", add_special=False, parse_special=True)
+    prompt = head.lay_out([5, 6, end, 7, end, 8], 2, "noul")
+    first = head.score([prompt], CacheHints()).scores[0].tolist()
+    program = weakref.ref(head._text_program())
+    head.close()
+    assert program() is None
+    assert head.score([prompt], CacheHints()).scores[0].tolist() == first
+    head.close()
 
 
 def test_texts_are_flat() -> None:
