@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.media_parts import MediaSource
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
-    from localinfer.generation.decision import DecisionModel
-    from localinfer.generation.decision_readouts import TrainedDecisionModel
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.embedding_inputs import EmbeddingInput
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
@@ -749,10 +747,8 @@ class LLM(Closing):
             self._engine.close()
             if self._media is not None:
                 self._media.close()
-            if "embedder" in self._parts:
-                self._embedder.close()
-            if "decisions" in self._parts:
-                cast("DecisionModel | TrainedDecisionModel", self._parts["decisions"]).close()
+            for name in {"embedder", "decisions"} & self._parts.keys():
+                cast(Closing, self._parts[name]).close()
         return_free_memory()
 
     @property

@@ -24,9 +24,9 @@ from localinfer.quant.checkpoint.model_file import ModelFile
 
 READ_KEYS = frozenset(
     (
-        "block_count context_length embedding_length feed_forward_length vocab_size nextn_predict_layers"
-        " pooling_type classifier.pooling_type attn_logit_softcapping final_logit_softcapping attention.causal"
-        " attention.head_count"
+        "block_count decision.block_count context_length embedding_length feed_forward_length vocab_size"
+        " nextn_predict_layers pooling_type classifier.pooling_type attn_logit_softcapping final_logit_softcapping"
+        " attention.causal attention.head_count"
         " attention.head_count_kv attention.scale attention.key_length attention.key_length_mla"
         " attention.key_length_swa attention.value_length attention.value_length_mla attention.value_length_swa"
         " leading_dense_block_count attention.kv_lora_rank attention.q_lora_rank attention.layer_norm_epsilon"

@@ -28,6 +28,7 @@ class FakeConfig:
     context_length: int = 64
     is_encoder: bool = False
     takes_media: bool = False
+    num_decision_layers: int = 0
 
 
 @dataclass(frozen=True)
