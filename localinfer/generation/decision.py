@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_number, shown
+from localinfer.arguments import check_number
 from localinfer.engine.cache.block_hashes import common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
-from localinfer.errors import RequestError, UnsupportedFormatError
+from localinfer.errors import UnsupportedFormatError
 from localinfer.generation.chat.media_parts import Segments, check_spells_none
 from localinfer.generation.chat.reply import ReplyRequest
 from localinfer.generation.chat_model import ChatHistory, ChatModel
@@ -35,6 +35,7 @@ from localinfer.generation.questions import (
     Score,
     YesNo,
     answer_of,
+    check_request,
     checked_question,
     num_answers,
     written,
@@ -105,12 +106,7 @@ class DecisionModel:
     ) -> Decisions:
         """Answer questions, given by name. Raises: RequestError, MessageError, ContextLengthError, ClosedError."""
         orders = check_number("orders", orders, 1, MOST_OPTIONS)
-        if (state is None) == (messages is None):
-            raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
-        if not isinstance(questions, Mapping) or not questions:
-            raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
-        if on_encoded is not None and not callable(on_encoded):
-            raise RequestError(f"{shown(on_encoded)} is no function that takes a number of tokens; give one, or None")
+        check_request(state, questions, messages, on_encoded)
         salt = salt_of(cache_salt)
         asked = [{"role": "user", "content": written(state)}] if messages is None else messages
         # Read once for all questions; what their pictures stand for is held until the last one is encoded.

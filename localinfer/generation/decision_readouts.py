@@ -32,6 +32,7 @@ from localinfer.generation.questions import (
     Score,
     YesNo,
     answer_of,
+    check_request,
     checked_question,
     written,
 )
@@ -164,14 +165,9 @@ class TrainedDecisionModel:
     ) -> Decisions:
         """As `DecisionModel.decide`; messages are the state, as JSON. Raises: RequestError for `orders`, too: the model
         was trained for its own."""
-        if (state is None) == (messages is None):
-            raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
-        if not isinstance(questions, Mapping) or not questions:
-            raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
+        check_request(state, questions, messages, on_encoded)
         if orders != 1:
             raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
-        if on_encoded is not None and not callable(on_encoded):
-            raise RequestError(f"{shown(on_encoded)} is no function that takes a number of tokens; give one, or None")
         salt = salt_of(cache_salt)
         about = state if messages is None else [dict(message) for message in messages]
         prompts = {name: self._prompts(about, name, questions) for name in questions}

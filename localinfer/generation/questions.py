@@ -129,6 +129,21 @@ class DecisionOptions(TypedDict, total=False):
     on_encoded: Callable[[int], object] | None
 
 
+def check_request(
+    state: Content,
+    questions: Mapping[str, Question],
+    messages: Messages | None,
+    on_encoded: Callable[[int], object] | None,
+) -> None:
+    """Check what every way of deciding is asked with, but for the questions themselves. Raises: RequestError."""
+    if (state is None) == (messages is None):
+        raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
+    if not isinstance(questions, Mapping) or not questions:
+        raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
+    if on_encoded is not None and not callable(on_encoded):
+        raise RequestError(f"{shown(on_encoded)} is no function that takes a number of tokens; give one, or None")
+
+
 def checked_question(question: Question) -> Question:
     """Return a question that can be asked. Raises: RequestError with the `field` at fault."""
     if isinstance(question, YesNo):
