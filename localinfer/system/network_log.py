@@ -12,9 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from localinfer.system import offline
-from localinfer.system.folders import user_folder
-
 MOST_BYTES = 256 * 1024
 """Of the file; a longer one is replaced by one line for each thing that was reached."""
 
@@ -38,6 +35,8 @@ class Reached:
 
 def path() -> Path | None:
     """The file's path, or None for a user without a home folder."""
+    from localinfer.system.folders import user_folder
+
     folder = user_folder("state")
     return None if folder is None else folder / "network.jsonl"
 
@@ -47,7 +46,12 @@ def begin(command: str) -> None:
     noted: set[tuple[str, str]] = set()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
-        if not event.startswith("socket.") or offline.is_on():
+        if not event.startswith("socket."):
+            return
+        # Most commands reach nothing: what tells addresses apart is not imported at their start.
+        from localinfer.system import offline
+
+        if offline.is_on():
             return
         if (target := offline.leads_to(event, arguments)) is None:
             return
