@@ -130,6 +130,10 @@ MOMENT_SECONDS = 1.5
 """A second Ctrl-C within it leaves."""
 
 
+class _CountedInterrupt(KeyboardInterrupt):
+    """Raised by a Ctrl-C that `Interrupts` counted as it came."""
+
+
 class Interrupts:
     """Remembers when Ctrl-C was pressed, in replies and at prompts.
 
@@ -152,6 +156,12 @@ class Interrupts:
     def was_just_pressed(self) -> bool:
         """True if a Ctrl-C now would be the second within a moment."""
         return time.monotonic() - self._pressed_at <= MOMENT_SECONDS
+
+    def answer(self, interrupt: KeyboardInterrupt) -> None:
+        """Take a Ctrl-C that raised, and count it if the handler of a reply did not."""
+        interruption.take()
+        if not isinstance(interrupt, _CountedInterrupt):
+            self.press()
 
     @contextmanager
     def during_reply(self) -> Iterator[None]:
@@ -183,7 +193,7 @@ class Interrupts:
         self._is_stopping = True
         self.press()
         if not was_stopping or was_leaving:
-            raise KeyboardInterrupt
+            raise _CountedInterrupt
 
 
 PROMPT = "> "

@@ -37,7 +37,6 @@ from localinfer.apps.terminal.reply_output import ReplyOutput
 from localinfer.apps.terminal.status_line import StatusLine
 from localinfer.errors import LocalinferError, RequestError
 from localinfer.generation.compaction import COMPACT_AT
-from localinfer.system import interruption
 from localinfer.system.folders import user_folder
 from localinfer.terminal import dim, has_colour, neutralise_controls
 
@@ -304,18 +303,20 @@ class TerminalChat:
                     if text is None:
                         return
                     self._chat.handle(text)
+                    if self._is_live and text.strip():
+                        self._output.write("\n")
                 except LocalinferError as error:
                     self._chat.notice(f"error: {describe_error(error)}")
-                except KeyboardInterrupt:
-                    # Between a reply and a prompt; in one it was counted there.
-                    interruption.take()
-                    if not self._interrupts.was_just_pressed:
-                        self._interrupts.press()
-                    continue
-                if self._is_live and text is not None and text.strip():
-                    self._output.write("\n")
+                    if self._is_live:
+                        self._output.write("\n")
+                except KeyboardInterrupt as interrupt:
+                    # Between a reply and a prompt.
+                    self._interrupts.answer(interrupt)
         except Exit:
             return
+        except KeyboardInterrupt as interrupt:
+            # While the one before it was answered: the second within a moment.
+            self._interrupts.answer(interrupt)
         finally:
             self._chat.close()
 

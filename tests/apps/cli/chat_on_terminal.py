@@ -3,7 +3,8 @@
 `python -c PROGRAM FILE_DESCRIPTOR` runs the chat, mostly as a copy of a process that has imported what it needs. Each
 line of the file is one thing that the model does: an event, or a number of tokens that it has read of its prompt. The
 reply waits for the next line, so a test sees every moment of it.
-With WAITS_FOR_KEYS in the environment the chat begins once something is typed.
+With WAITS_FOR_KEYS in the environment the chat begins once something is typed; with INTERRUPTED_AFTER_REPLY Ctrl-C
+comes after each reply, before the next prompt.
 """
 
 import atexit
@@ -30,12 +31,18 @@ from tests.support.limits import seconds
 
 GIVING_UP_SECONDS = 5.0
 PROGRAM = """
-import json, os, select, sys
+import json, os, select, signal, sys
 from types import SimpleNamespace
 from localinfer.apps.terminal import loop
 from prompt_toolkit.history import InMemoryHistory
 
 loop.open_history = InMemoryHistory
+if os.environ.pop("INTERRUPTED_AFTER_REPLY", None):
+    class Interrupted(loop.Chat):
+        def handle(self, text):
+            super().handle(text)
+            signal.raise_signal(signal.SIGINT)
+    loop.Chat = Interrupted
 script = open(int(sys.argv[1]), closefd=False)
 asked = []
 

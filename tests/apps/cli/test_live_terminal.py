@@ -69,6 +69,24 @@ def test_a_second_ctrl_c_leaves(chat, stage):
     assert STATUS not in chat.text
 
 
+def test_a_second_ctrl_c_between_a_reply_and_the_prompt_leaves():
+    with ChatOnTerminal(INTERRUPTED_AFTER_REPLY="1") as chat:
+        begin_reply(chat.start(), "decode")
+        chat.type("\x03")
+        assert len(chat.asked()) == 1
+        assert chat.process.wait() == 0
+
+
+def test_a_ctrl_c_between_a_reply_and_the_prompt_leaves_with_the_next():
+    with ChatOnTerminal(INTERRUPTED_AFTER_REPLY="1") as chat:
+        chat.start().type("first\r")
+        chat.say("done ", ends="stop")
+        chat.wait_for_row("Ctrl-C again, or Ctrl-D, leaves")
+        chat.type("\x03")
+        assert len(chat.asked()) == 1
+        assert chat.process.wait() == 0
+
+
 def test_ctrl_c_at_the_prompt_clears_what_was_typed_and_then_says_what_leaves(chat):
     chat.type("never sent")
     chat.wait_for_row("> never sent")
