@@ -8,7 +8,7 @@ The formats are those of llama.cpp's `/v1/systemone` (tools/server, from b11361 
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,16 @@ TEMPLATE_KEY = "tokenizer.chat_template.systemone"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CODES = (*_LETTERS, *(first + second for first in _LETTERS for second in _LETTERS))
 """Labels of most types: those that are one token, in this order."""
+_ASCII_LETTERS = _LETTERS + _LETTERS.lower()
+_YES_NO_SPELLINGS = {"true": ("yes", "Yes", "YES"), "false": ("no", "No", "NO")}
+_FURTHER_CODES = (
+    *_LETTERS,
+    *(f"{number:02}" for number in range(100)),
+    *_LETTERS.lower(),
+    *(f"#{number}" for number in range(200)),
+    *_CODES[len(_LETTERS) :],
+)
+"""Labels of `lfm2-d1` in place of those that are several tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,12 @@ class Readout:
     """True if each prompt lists all questions of the request."""
     flattens: bool = False
     """True if the template takes texts only, as which objects and lists are written, line by line."""
+    labels_each: bool = False
+    """True if labels depend on the question, and an answer has several spellings, of which the likeliest counts."""
+    knows_labels_only: bool = False
+    """True if the output matrix has zeros for every token but the labels."""
+    may_lack_state: bool = False
+    """True if a question may be asked about nothing."""
     buckets: tuple[tuple[int, str], ...] = ((2, "2"), (5, "3_5"), (10, "6_10"), (MOST_OPTIONS, "11"))
     """Names of temperatures by the most options that they are for."""
 
@@ -81,6 +97,8 @@ READOUTS = {
         buckets=((8, "small"), (26, "mid"), (MOST_OPTIONS, "large")),
     ),
     "nimble": Readout(lists_questions=True),
+    "pplx-decider": Readout(knows_labels_only=True),
+    "lfm2-d1": Readout(codes=(), true_first=True, labels_each=True, may_lack_state=True),
 }
 """The types that are read by labels."""
 HEADS = {"kev": Readout(codes=(), flattens=True), "laya": Readout(codes=())}
@@ -105,6 +123,8 @@ class _Prompt:
     token_ids: NDArray[np.int32]
     labels: tuple[Label, ...]
     """Ids of each label; none where a head reads options."""
+    groups: tuple[int, ...] | None
+    """Labels that mean each answer; None for one each."""
     read: "HeadPrompt | None"
     """The same for a head."""
     num_outputs: int
@@ -138,15 +158,16 @@ class TrainedDecisionModel:
             )
         self._engine, self._tokenizer, self._template, self._readout = engine, tokenizer, template, readout
         self._head, self._temperatures = head, _temperatures(metadata)
+        self._spelled: dict[str, tuple[int, ...]] = {}
         encoded = [(code, tokenizer.encode(code, add_special=False, parse_special=False)) for code in readout.codes]
         singles = [(code, ids[0]) for code, ids in encoded if len(ids) == 1]
         needed = len(readout.codes) if not readout.names_labels else max(2, readout.num_ratings or 0)
-        if head is None and len(singles) < needed:
+        if head is None and not readout.labels_each and len(singles) < needed:
             raise UnsupportedFormatError(
                 f"{len(singles)} labels of type {kind!r} are single tokens of this vocabulary; wanted {needed} or more"
             )
         self._labels = singles[:MOST_OPTIONS]
-        self._most_options = len(self._labels) if head is None else MOST_OPTIONS
+        self._most_options = len(self._labels) if readout.codes else MOST_OPTIONS
 
     def close(self) -> None:
         """Give up memory, once the engine is closed."""
@@ -165,7 +186,7 @@ class TrainedDecisionModel:
     ) -> Decisions:
         """As `DecisionModel.decide`; messages are the state, as JSON. Raises: RequestError for `orders`, too: the model
         was trained for its own."""
-        check_request(state, questions, messages, on_encoded)
+        check_request(state, questions, messages, on_encoded, may_lack_state=self._readout.may_lack_state)
         if orders != 1:
             raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
         salt = salt_of(cache_salt)
@@ -204,14 +225,17 @@ class TrainedDecisionModel:
                 field="criteria",
             )
         outputs = readout.num_ratings if isinstance(question, YesNo) and readout.num_ratings else len(options)
-        labels = tuple((token_id,) for _, token_id in self._labels[:outputs])
+        named: list[tuple[str, tuple[int, ...]]] = [(label, (token_id,)) for label, token_id in self._labels[:outputs]]
+        named = self._own_labels(question) if readout.labels_each else named
+        labels = tuple((token_id,) for _, spellings in named for token_id in spellings)
+        groups = tuple(len(spellings) for _, spellings in named) if readout.labels_each else None
         prompts = []
         for is_reversed in (False, True)[: 1 + (readout.reverses_choices and isinstance(question, Choice))]:
             ids = self._encode(state, name, question, questions, is_reversed=is_reversed)
             read = None if self._head is None else self._head.lay_out(ids, len(options), _kind(question))
             token_ids = np.array(ids, np.int32) if read is None else read.token_ids
             temperature = self._temperature(question, len(options))
-            prompts.append(_Prompt(token_ids, labels, read, outputs, temperature, is_reversed))
+            prompts.append(_Prompt(token_ids, labels, groups, read, outputs, temperature, is_reversed))
         return prompts
 
     def _encode(
@@ -243,11 +267,10 @@ class TrainedDecisionModel:
         if question.instructions is None:
             raise RequestError(f"{name!r} has no instructions, which this model needs; give them", field="instructions")
         shown_options = self._options(question)[:: -1 if is_reversed else 1]
+        labels = [label for label, _ in (self._own_labels(question) if self._readout.labels_each else self._labels)]
         options = []
         for index, (key, description) in enumerate(shown_options):
-            label = (
-                {"label": self._labels[index][0]} if self._readout.names_labels and index < len(self._labels) else {}
-            )
+            label = {"label": labels[index]} if self._readout.names_labels and index < len(labels) else {}
             if self._readout.flattens:
                 key, description = flat_text(key), None if description is None else flat_text(description)
             options.append({"key": key, "description": description, **label})
@@ -264,6 +287,49 @@ class TrainedDecisionModel:
             case Score():
                 return [(str(index), level) for index, level in enumerate(question.levels)]
 
+    def _own_labels(self, question: Question) -> list[tuple[str, tuple[int, ...]]]:
+        """The label of each answer, and the tokens that spell it, the plainest first.
+
+        Those of a choice are its options where all are letters, otherwise letters, or from 27 options on numbers; what
+        is more than one token, or a label already, gives way to the first of `_FURTHER_CODES` that is not.
+        Raises: RequestError for more options than labels; UnsupportedFormatError for a vocabulary without those of
+        other questions.
+        """
+        keys = [key for key, _ in self._options(question)]
+        if not isinstance(question, Choice):
+            spelled = [(key, self._singles(_YES_NO_SPELLINGS.get(key, (key,)))) for key in keys]
+            for key, tokens in spelled:
+                if not tokens:
+                    raise UnsupportedFormatError(
+                        f"no spelling of the label {key!r} is a single token of this vocabulary; wanted one. Use "
+                        "another copy of the model."
+                    )
+            return spelled
+        if all(len(key) == 1 and key in _ASCII_LETTERS for key in keys):
+            codes = keys
+        else:
+            codes = list(_LETTERS[: len(keys)]) if len(keys) <= len(_LETTERS) else [f"{n:02}" for n in range(len(keys))]
+        found: list[tuple[str, tuple[int, ...]]] = []
+        used: set[int] = set()
+        for code in codes:
+            singles = ((one, self._singles((one,))) for one in (code, *_FURTHER_CODES))
+            label, ids = next(((one, ids) for one, ids in singles if ids and ids[0] not in used), (None, ()))
+            if label is None:
+                raise RequestError(
+                    f"this model's vocabulary has labels for {len(found)} of {len(keys)} options; leave some out",
+                    field="criteria",
+                )
+            used.add(ids[0])
+            found.append((label, self._singles((label, f" {label}"))))
+        return found
+
+    def _singles(self, spellings: Sequence[str]) -> tuple[int, ...]:
+        """The tokens of spellings that are one token, each once."""
+        for one in spellings:
+            if one not in self._spelled:
+                self._spelled[one] = tuple(self._tokenizer.encode(one, add_special=False, parse_special=False))
+        return tuple(dict.fromkeys(self._spelled[one][0] for one in spellings if len(self._spelled[one]) == 1))
+
     def _temperature(self, question: Question, num_options: int) -> float:
         bucket = next(name for most, name in self._readout.buckets if num_options <= most)
         kind = _kind(question)
@@ -274,10 +340,13 @@ class TrainedDecisionModel:
         total, mass = np.zeros(prompts[0].num_outputs), 0.0
         for prompt in prompts:
             logprobs = next(found)
+            # A head cannot answer anything else.
+            has_others = self._head is None and not self._readout.knows_labels_only
+            mass += float(np.exp(logprobs).sum()) if has_others else 1.0
+            if prompt.groups is not None:
+                logprobs = np.maximum.reduceat(logprobs, np.cumsum((0, *prompt.groups[:-1])))
             weights = np.exp((logprobs - logprobs.max()) / prompt.temperature)
             total += (weights / weights.sum())[:: -1 if prompt.is_reversed else 1]
-            # A head cannot answer anything else.
-            mass += 1.0 if self._head is not None else float(np.exp(logprobs).sum())
         probabilities = total / len(prompts)
         if isinstance(question, YesNo):
             if self._readout.num_ratings is not None:

@@ -134,9 +134,11 @@ def check_request(
     questions: Mapping[str, Question],
     messages: Messages | None,
     on_encoded: Callable[[int], object] | None,
+    *,
+    may_lack_state: bool = False,
 ) -> None:
     """Check what every way of deciding is asked with, but for the questions themselves. Raises: RequestError."""
-    if (state is None) == (messages is None):
+    if (state is None) == (messages is None) and not (may_lack_state and state is None):
         raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
     if not isinstance(questions, Mapping) or not questions:
         raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")

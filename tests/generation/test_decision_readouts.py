@@ -15,6 +15,9 @@ from localinfer.generation.decision_readouts import READOUTS, TEMPLATE_KEY, Trai
 from localinfer.generation.questions import Choice, ChoiceAnswer, Question, Score, ScoreAnswer, YesNo, YesNoAnswer
 from localinfer.loading.options import model_path
 from localinfer.models.text.chat_template import ChatTemplate
+from tests.generation.test_decision_heads import listed
+from tests.models.arch_models import write_skeleton
+from tests.models.talking_models import talking_skeleton
 
 SOURCE = (
     "<|im_start|>{{ state if state is string else state|tojson }}|{{ type }} {{ id }} {{ instructions|tojson }}:"
@@ -70,7 +73,7 @@ def prompt(kind: str, name: str, options: list[tuple[str, object]]) -> str:
     return f"{head}{shown}{listed}0<|im_end|>"
 
 
-@pytest.mark.parametrize("kind", READOUTS)
+@pytest.mark.parametrize("kind", [kind for kind in READOUTS if kind != "lfm2-d1"])
 def test_answers_are_those_of_the_labels_behind_each_prompt(llm: localinfer.LLM, kind: str) -> None:
     found = deciding(llm, kind).decide(STATE, QUESTIONS).answers
     labels = list("ABCDEFGHI")
@@ -94,6 +97,68 @@ def test_answers_are_those_of_the_labels_behind_each_prompt(llm: localinfer.LLM,
     assert isinstance(found["mood"], ScoreAnswer)
     assert found["mood"].probabilities == pytest.approx(tuple(scores.tolist()), rel=1e-9)
     assert all(0 <= answer.label_mass <= 1 for answer in found.values())
+    assert (found["who"].label_mass == 1.0) is (kind == "pplx-decider")
+
+
+D1_SOURCE = "<|im_start|>{{ type }}{% for o in options %} {{ o.label }}={{ o.key }}{% endfor %}<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def d1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localinfer.LLM]:
+    path = tmp_path_factory.mktemp("d1") / "d1.gguf"
+    skeleton = talking_skeleton("lfm2-hybrid")
+    skeleton["kv"] += [["lfm2.decision.type", "STRING", None, "lfm2-d1"], [TEMPLATE_KEY, "STRING", None, D1_SOURCE]]
+    write_skeleton(skeleton, path)
+    with localinfer.load(path, context_length=2048) as loaded:
+        yield loaded
+
+
+def spelled(llm: localinfer.LLM, prompt: str, spellings: list[list[str]]) -> list[float]:
+    """The oracle: probabilities of answers by the likeliest spelling of each."""
+    row = llm.logits(llm.tokenizer.encode(prompt, add_special=False, parse_special=True))[-1].astype(np.float64)
+    best = [max(row[llm.tokenizer.encode(one, add_special=False)[0]] for one in group) for group in spellings]
+    weights = np.exp(np.array(best) - max(best))
+    return list(weights / weights.sum())
+
+
+def test_d1_reads_the_likeliest_spelling_of_each_answer(d1: localinfer.LLM) -> None:
+    def named(*names: str) -> Choice:
+        return Choice(instructions="Which?", options=dict.fromkeys(names))
+
+    many = [f"option {index}" for index in range(40)]
+    # "YES", "NO" and numbers of two digits are several tokens of this vocabulary.
+    codes = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"abcdefghijklmn"]
+    for question, kind, labels, keys, spellings in (
+        (QUESTIONS["lost"], "noul", ["true", "false"], ["true", "false"], [["yes", "Yes"], ["no", "No"]]),
+        (QUESTIONS["mood"], "score", ["0", "1", "2"], ["0", "1", "2"], [["0"], ["1"], ["2"]]),
+        (named("cat", "dog"), "choice", ["A", "B"], ["cat", "dog"], None),
+        (named("b", "X"), "choice", ["b", "X"], ["b", "X"], None),
+        (named(*many), "choice", codes, many, None),
+    ):
+        shown = "".join(f" {label}={key}" for label, key in zip(labels, keys, strict=True))
+        groups = spellings or [[label, f" {label}"] for label in labels]
+        groups = [[one for one in group if len(d1.tokenizer.encode(one, add_special=False)) == 1] for group in groups]
+        wanted = spelled(d1, f"<|im_start|>{kind}{shown}<|im_end|>", groups)
+        answer = d1.decide(STATE, {"x": question}).answers["x"]
+        assert 0 < answer.label_mass <= 1 and max(wanted) - min(wanted) > 1e-3
+        assert (answer.probability if isinstance(answer, YesNoAnswer) else listed(answer)) == pytest.approx(
+            wanted[0] if isinstance(answer, YesNoAnswer) else wanted, rel=1e-9
+        )
+    with pytest.raises(RequestError, match="labels for 60 of 70 options"):
+        d1.decide(STATE, {"x": named(*map(str, range(70)))})
+
+
+def test_d1_answers_alike_in_any_company_and_about_nothing(d1: localinfer.LLM) -> None:
+    together = d1.decide(STATE, QUESTIONS).answers
+    for name, question in QUESTIONS.items():
+        d1.clear_cache()
+        for _ in range(2):
+            assert d1.decide(STATE, {name: question}).answers[name] == together[name]
+    assert d1.decide(STATE, dict(reversed(QUESTIONS.items()))).answers == together
+    # Its prompt does not show the state.
+    assert d1.decide(None, QUESTIONS).answers == together
+    with pytest.raises(RequestError, match="one of them"):
+        d1.decide(STATE, QUESTIONS, messages=[{"role": "user", "content": "?"}])
 
 
 def test_answers_do_not_depend_on_company_or_cache(llm: localinfer.LLM) -> None:
@@ -109,7 +174,7 @@ def test_answers_do_not_depend_on_company_or_cache(llm: localinfer.LLM) -> None:
 
 
 def test_what_such_a_model_cannot_do_is_said(llm: localinfer.LLM) -> None:
-    for kind in ("kev", "laya", "clef", "gliner", "strands", "lfm2-d1"):
+    for kind in ("kev", "laya", "clef", "gliner", "strands", "lfm2-d1-omni"):
         with pytest.raises(UnsupportedFormatError, match=f"type '{kind}'"):
             deciding(llm, kind)
     with pytest.warns(UserWarning), pytest.raises(UnsupportedFormatError, match=TEMPLATE_KEY):
