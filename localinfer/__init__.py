@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from localinfer.engine.admission import EngineLimits
     from localinfer.engine.cache.block_hashes import block_hashes
     from localinfer.engine.cache.stats import SnapshotStats
+    from localinfer.generation.decision_calibration import DecisionCalibration
     from localinfer.generation.options import (
         ChatOptions,
         Constraint,
@@ -84,6 +85,7 @@ __all__ = [
     "CompactionStats",
     "Completion",
     "Constraint",
+    "DecisionCalibration",
     "DecisionOptions",
     "Decisions",
     "EngineLimits",
@@ -143,6 +145,7 @@ _MODULE_OF = {
     "CompactionStats": "localinfer.generation.stream",
     "Completion": "localinfer.generation.stream",
     "Constraint": "localinfer.generation.options",
+    "DecisionCalibration": "localinfer.generation.decision_calibration",
     "DecisionOptions": "localinfer.generation.questions",
     "Decisions": "localinfer.generation.questions",
     "EngineLimits": "localinfer.engine.admission",

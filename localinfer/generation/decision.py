@@ -6,20 +6,22 @@ begins, scaled to sum to 1. The state comes first, so it is read once, for all q
 do not see each other, so an answer depends on the state, its own question and the model only.
 """
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.arguments import check_number
+from localinfer.arguments import check_number, shown
 from localinfer.engine.cache.block_hashes import common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
-from localinfer.errors import UnsupportedFormatError
+from localinfer.errors import RequestError, UnsupportedFormatError
 from localinfer.generation.chat.media_parts import Segments, check_spells_none
 from localinfer.generation.chat.reply import ReplyRequest
 from localinfer.generation.chat_model import ChatHistory, ChatModel
@@ -42,21 +44,25 @@ from localinfer.generation.questions import (
 )
 
 if TYPE_CHECKING:
+    from localinfer.generation.decision_calibration import DecisionCalibration
     from localinfer.generation.decision_readouts import TrainedDecisionModel
     from localinfer.generation.media import MediaReader
     from localinfer.models.load.loader import Model
     from localinfer.models.text.tokenizer import Tokenizer
+    from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.chats import EncodedChat
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _YES_NO = ("Yes", "No")
+_SAMPLE_BYTES = 256
+"""Of a tensor at each of three places, for a model's digest."""
 _PROBE = "?"
 """A question that begins like no other: what it shares with others is the state."""
 
 
 def decision_model(
     engine: Engine, model: "Model", chats: ChatModel | None, media: "MediaReader | None" = None
-) -> "DecisionModel | TrainedDecisionModel":
+) -> "CalibratedDecisionModel":
     """The way to decide with a model: its own, if it was made for decisions, otherwise by questions in a chat.
 
     chats: None for a model that generates nothing.
@@ -71,10 +77,58 @@ def decision_model(
         raise UnsupportedFormatError("this model's file has no tokenizer, which decisions need; load another copy")
     kind = decision_type(model.file.metadata)
     if kind is None and chats is not None:
-        return DecisionModel(engine, chats, tokenizer, media)
+        return CalibratedDecisionModel(DecisionModel(engine, chats, tokenizer, media), model.file)
     template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
     head = decision_head(str(kind), engine, model)
-    return TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)
+    trained = TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)
+    return CalibratedDecisionModel(trained, model.file)
+
+
+class CalibratedDecisionModel:
+    """Answers questions with a model, and has a calibration change their probabilities; threads may share it."""
+
+    def __init__(self, model: "DecisionModel | TrainedDecisionModel", file: "ModelFile") -> None:
+        self._model, self._digest = model, _digest(file)
+
+    def close(self) -> None:
+        """Give up memory, once the engine is closed."""
+        self._model.close()
+
+    def decide(
+        self,
+        state: Content,
+        questions: Mapping[str, Question],
+        *,
+        calibration: "DecisionCalibration | str | os.PathLike[str] | None" = None,
+        **options: Any,
+    ) -> Decisions:
+        """Answer questions, see `DecisionModel.decide`. Raises: RequestError, too, for a calibration of another model,
+        another question or other orders."""
+        if calibration is None:
+            return replace(self._model.decide(state, questions, **options), model=self._digest)
+        from localinfer.generation.decision_calibration import DecisionCalibration
+
+        if isinstance(calibration, str | os.PathLike):
+            calibration = DecisionCalibration.load(calibration)
+        if not isinstance(calibration, DecisionCalibration):
+            raise RequestError(f"calibration is {shown(calibration)}; give a DecisionCalibration, or its file")
+        check_request(state, questions, options.get("messages"), options.get("on_encoded"))
+        checked = {name: checked_question(question) for name, question in questions.items()}
+        calibration.check(self._digest, checked, options.get("orders", 1))
+        found = replace(self._model.decide(state, questions, **options), model=self._digest)
+        return calibration.apply(found, checked)
+
+
+def _digest(file: "ModelFile") -> str:
+    """Digest of a model's settings, vocabulary and templates, and of bytes at three places of each of its tensors."""
+    from localinfer.storage.fingerprint import described_file
+
+    digest = hashlib.sha256(repr(described_file(file)).encode())
+    for name in sorted(file.tensors):
+        data = file.tensor_bytes(name)
+        for start in (0, data.size // 2, max(0, data.size - _SAMPLE_BYTES)):
+            digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()[:32]
 
 
 class DecisionModel:

@@ -4,23 +4,45 @@ A temperature divides all log probabilities (Guo et al., On Calibration of Moder
 the likeliest answer stays the likeliest. Isotonic regression maps each answer's probability to how often such a
 probability was right, by pool adjacent violators (Zadrozny and Elkan, Transforming Classifier Scores into Accurate
 Multiclass Probability Estimates, KDD 2002): it bends as it needs to, and needs more examples.
+
+A calibration holds for one model, one question and one number of orders: of any other it would say numbers that were
+never measured, so it is refused there.
 """
 
+import hashlib
+import json
 import math
+import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 from localinfer.arguments import shown
 from localinfer.errors import RequestError
-from localinfer.generation.questions import Answer, Choice, Question, YesNo, answer_of, num_answers, probabilities_of
+from localinfer.generation.questions import (
+    Answer,
+    Choice,
+    Content,
+    Decisions,
+    Question,
+    YesNo,
+    answer_of,
+    checked_question,
+    num_answers,
+    probabilities_of,
+    written,
+)
+from localinfer.system.files import OutputFile, read_bounded
 
 METHODS = ("temperature", "isotonic")
 LEAST_EXAMPLES = 4
 """Of each question, so that either half has two."""
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE, _STEPS = 1 / 32, 32.0, 40
 _LEAST_PROBABILITY = 1e-12
+_VERSION = 1
+"""Of the file of a calibration."""
+_MOST_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -166,23 +188,190 @@ def right_answer(question: Question, value: Any) -> int:
     return found
 
 
-def to_json(calibrations: Mapping[str, Calibration]) -> dict[str, Any]:
-    """Calibrations by question as JSON holds them."""
-    return {name: {"temperature": one.temperature, "points": list(one.points)} for name, one in calibrations.items()}
+class Deciding(Protocol):
+    """A model that decides, as `localinfer.LLM` does."""
+
+    def decide(self, state: Content, questions: Mapping[str, Question], *, orders: int = 1) -> Decisions:
+        """See `LLM.decide`."""
+        ...
 
 
-def from_json(value: Any) -> dict[str, Calibration]:
-    """Read what `to_json` wrote. Raises: RequestError for anything else."""
-    made = {}
-    try:
-        for name, one in value.items():
-            points = tuple((float(place), float(probability)) for place, probability in one["points"])
-            made[name] = Calibration(float(one["temperature"]), points)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise RequestError("this is no calibration of questions; write one with `localinfer decide --fit`") from None
-    if any(not 0 < one.temperature < math.inf or list(one.points) != sorted(one.points) for one in made.values()):
-        raise RequestError("a calibration has a temperature or points that cannot be; fit it anew")
-    return made
+@dataclass(frozen=True)
+class FittedQuestion:
+    """The calibration of one question."""
+
+    calibration: Calibration
+    """Change of its answers' probabilities."""
+    question: str
+    """Digest of its kind, instructions and criteria."""
+    orders: int = 1
+    """Number of orders in which it was asked."""
+    num_examples: int = 0
+    """Labelled examples that it was fitted to."""
+
+
+@dataclass(frozen=True)
+class DecisionCalibration:
+    """Calibrations of one model's answers, by the names of their questions."""
+
+    model: str
+    """`Decisions.model` of the model that was measured."""
+    questions: Mapping[str, FittedQuestion]
+    """Calibrations by the questions' names."""
+
+    @classmethod
+    def fit(
+        cls,
+        llm: Deciding,
+        questions: Mapping[str, Question],
+        examples: Iterable[tuple[Content, Mapping[str, Any]]],
+        *,
+        method: str = "temperature",
+        orders: int = 1,
+    ) -> Self:
+        """Ask a model about labelled states, and fit a calibration to each question that some of them answer.
+
+        examples: states, and right answers by the questions' names: true or false, an option's name, a level's number.
+        method: "temperature" or "isotonic". Raises: what `LLM.decide` raises; RequestError for no examples, an answer
+            that is none, or another method.
+        """
+        found: dict[str, list[Example]] = {}
+        model = ""
+        for state, expected in examples:
+            if unknown := [name for name in expected if name not in questions]:
+                raise RequestError(f"an example expects an answer to {unknown[0]!r}, which is no question here")
+            asked = {name: questions[name] for name in expected}
+            right = {name: right_answer(checked_question(asked[name]), expected[name]) for name in expected}
+            if not asked:
+                continue
+            decided = llm.decide(state, asked, orders=orders)
+            model = decided.model
+            for name, answer in decided.answers.items():
+                found.setdefault(name, []).append(Example(probabilities_of(answer), right[name]))
+        return cls.of_examples(model, questions, found, method=method, orders=orders)
+
+    @classmethod
+    def of_examples(
+        cls,
+        model: str,
+        questions: Mapping[str, Question],
+        examples: Mapping[str, Sequence[Example]],
+        *,
+        method: str = "temperature",
+        orders: int = 1,
+    ) -> Self:
+        """Fit calibrations to probabilities that a model gave. Raises: RequestError as of `fit`."""
+        if not examples:
+            raise RequestError("there are no examples to fit a calibration to; give some with their right answers")
+        return cls(
+            model,
+            {
+                name: FittedQuestion(fit(measured, method), question_digest(questions[name]), orders, len(measured))
+                for name, measured in examples.items()
+            },
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file of JSON. Raises: OSError, and RequestError for a path that cannot be written."""
+        with OutputFile(path) as output:
+            output.write(f"{json.dumps(self.to_json(), indent=1, ensure_ascii=False)}\n".encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` or `localinfer decide --fit` wrote. Raises: RequestError for any other."""
+        try:
+            return cls.from_json(json.loads(read_bounded(path, _MOST_FILE_BYTES)))
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{os.fspath(path)} is no calibration that can be read ({error})") from None
+        except RequestError as error:
+            raise RequestError(f"{os.fspath(path)}: {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The calibration as JSON holds it."""
+        questions = {
+            name: {
+                "question": one.question,
+                "orders": one.orders,
+                "num_examples": one.num_examples,
+                "temperature": one.calibration.temperature,
+                "points": [list(point) for point in one.calibration.points],
+            }
+            for name, one in self.questions.items()
+        }
+        return {"version": _VERSION, "model": self.model, "questions": questions}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read what `to_json` made. Raises: RequestError for anything else."""
+        try:
+            version, model, fitted = value["version"], value["model"], {}
+            for name, one in value["questions"].items():
+                points = tuple((float(place), float(probability)) for place, probability in one["points"])
+                calibration = Calibration(float(one["temperature"]), points)
+                fitted[name] = FittedQuestion(calibration, one["question"], one["orders"], one["num_examples"])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise RequestError(
+                "this is no calibration of a model's answers; write one with `localinfer decide --fit` or "
+                "DecisionCalibration.fit"
+            ) from None
+        if version != _VERSION:
+            raise RequestError(f"this calibration has version {shown(version)}; wanted {_VERSION}: fit it anew")
+        texts = (model, *(one.question for one in fitted.values()))
+        counts = [count for one in fitted.values() for count in (one.orders, one.num_examples)]
+        if not all(isinstance(text, str) for text in texts) or not all(
+            type(count) is int and count >= 0 for count in counts
+        ):
+            raise RequestError("a calibration names its model, question, orders or examples wrongly; fit it anew")
+        for calibration in (one.calibration for one in fitted.values()):
+            values = [number for point in calibration.points for number in point]
+            is_rising = list(calibration.points) == sorted(calibration.points)
+            if not 0 < calibration.temperature < math.inf or not is_rising or not all(0 <= one <= 1 for one in values):
+                raise RequestError("a calibration has a temperature or points that cannot be; fit it anew")
+        return cls(model, fitted)
+
+    def check(self, model: str, questions: Mapping[str, Question], orders: int) -> None:
+        """Check that the calibration is of this model, and of those of these questions that it names.
+
+        Raises: RequestError naming what differs.
+        """
+        if self.model != model:
+            raise RequestError(
+                f"the calibration was fitted to another model ({self.model:.12}, this one is {model:.12}); fit one to "
+                "this model"
+            )
+        for name in questions.keys() & self.questions.keys():
+            fitted = self.questions[name]
+            if fitted.question != question_digest(questions[name]):
+                raise RequestError(
+                    f"the calibration of {name!r} was fitted to a question of other words; fit it anew, or give this "
+                    "question another name"
+                )
+            if fitted.orders != orders:
+                raise RequestError(
+                    f"the calibration of {name!r} was fitted to {fitted.orders} orders, and {orders} are asked for; "
+                    f"ask for {fitted.orders}, or fit it anew"
+                )
+
+    def apply(self, decisions: Decisions, questions: Mapping[str, Question]) -> Decisions:
+        """The decisions with calibrated answers to those questions that the calibration names."""
+        answers, uncalibrated = dict(decisions.answers), {}
+        for name in answers.keys() & self.questions.keys():
+            uncalibrated[name] = answers[name]
+            answers[name] = self.questions[name].calibration.answer(questions[name], answers[name])
+        return replace(decisions, answers=answers, uncalibrated=uncalibrated)
+
+
+def question_digest(question: Question) -> str:
+    """Digest of a question's kind, instructions and criteria."""
+    match question:
+        case YesNo():
+            criteria: list[Any] = [question.yes, question.no]
+        case Choice():
+            criteria = list(question.options.items())
+        case _:
+            criteria = list(question.levels)
+    said = written([type(question).__name__, question.instructions, criteria])
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def isotonic(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -6,11 +6,16 @@ distance from the likeliest level, as shares of what they can be.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from localinfer.arguments import shown
 from localinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    import os
+
+    from localinfer.generation.decision_calibration import DecisionCalibration
 
 Content = str | Mapping[str, Any] | Sequence[Any] | None
 """Text, or what JSON may hold, which is written as JSON; None for nothing."""
@@ -110,6 +115,10 @@ class Decisions:
     """Tokens of the state that were not computed again."""
     computed_tokens: int
     """Rows that the model computed."""
+    uncalibrated: Mapping[str, Answer] = field(default_factory=dict)
+    """The answers as the model gave them, of those questions whose answers a calibration changed."""
+    model: str = ""
+    """Digest of the model, to which calibrations are tied."""
 
 
 class DecisionOptions(TypedDict, total=False):
@@ -121,12 +130,15 @@ class DecisionOptions(TypedDict, total=False):
     cache_salt: as of `complete`.
     on_encoded: called before anything is computed with how many tokens the prompts have, their common beginning once;
         may raise.
+    calibration: a `DecisionCalibration`, or its file, that changes the probabilities of the questions that it names;
+        one of another model or question is refused.
     """
 
     messages: Messages | None
     orders: int
     cache_salt: str | None
     on_encoded: Callable[[int], object] | None
+    calibration: "DecisionCalibration | str | os.PathLike[str] | None"
 
 
 def check_request(

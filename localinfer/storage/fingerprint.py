@@ -63,6 +63,16 @@ def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[s
 
     kv_layout: identified by its repr. config: the context length changes the rotary frequencies of some models.
     """
+    return {
+        **described_file(file),
+        "key-value layout": f"{getattr(kv_layout, 'kv_type', '')} {_hash(repr(kv_layout))}".strip(),
+        "position encoding": _position_encoding(config),
+        "program": program(),
+    }
+
+
+def described_file(file: ModelFile) -> dict[str, str]:
+    """The parts that a file's metadata and list of tensors give."""
     tokenizer, template, settings = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     for key in sorted(file.metadata):
         is_template = key.startswith("tokenizer.chat_template")
@@ -75,9 +85,6 @@ def describe_parts(file: ModelFile, kv_layout: object, config: object) -> dict[s
         "model settings": settings.hexdigest()[:32],
         "tokenizer": tokenizer.hexdigest()[:32],
         "chat template": template.hexdigest()[:32],
-        "key-value layout": f"{getattr(kv_layout, 'kv_type', '')} {_hash(repr(kv_layout))}".strip(),
-        "position encoding": _position_encoding(config),
-        "program": program(),
     }
 
 

@@ -1,25 +1,30 @@
 """Calibration of decisions against what is known of temperatures and of isotonic regression."""
 
-import json
+import asyncio
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import localinfer
 from localinfer.errors import RequestError
 from localinfer.generation.decision_calibration import (
     METHODS,
     Calibration,
+    DecisionCalibration,
     Example,
+    FittedQuestion,
     cross_measure,
     fit,
-    from_json,
     isotonic,
     measure,
+    question_digest,
     right_answer,
-    to_json,
 )
-from localinfer.generation.questions import Choice, Score, YesNo, answer_of, probabilities_of
+from localinfer.generation.questions import Choice, Question, Score, YesNo, answer_of, probabilities_of
+from localinfer.llm import LLM
 
 CHOICE = Choice(options={"a": None, "b": None, "c": None})
 
@@ -95,15 +100,109 @@ def test_calibrated_answers_are_answers() -> None:
     assert probabilities_of(Calibration(temperature=0.1).answer(YesNo(instructions="a"), certain)) == [1.0, 0.0]
 
 
-def test_calibrations_are_kept_as_json() -> None:
-    kept = {"a": Calibration(0.5), "b": Calibration(points=((0.1, 0.2), (0.3, 0.4)))}
-    assert from_json(json.loads(json.dumps(to_json(kept)))) == kept
-    for wrong in ([], {"a": 1}, {"a": {"temperature": 1}}, {"a": {"temperature": "x", "points": []}}):
-        with pytest.raises(RequestError, match="no calibration"):
-            from_json(wrong)
-    for temperature, points in ((0, []), (math.inf, []), (1, [[0.3, 0.1], [0.2, 0.4]])):
-        with pytest.raises(RequestError, match="cannot be"):
-            from_json({"a": {"temperature": temperature, "points": points}})
+def test_calibrations_are_kept_as_json(tmp_path: Path) -> None:
+    fitted = {
+        "a": FittedQuestion(Calibration(0.5), question_digest(CHOICE), 3, 17),
+        "b \N{CAT}": FittedQuestion(Calibration(points=((0.1, 0.2), (0.3, 0.4))), "x"),
+    }
+    kept, path = DecisionCalibration("abc", fitted), tmp_path / "kept.json"
+    kept.save(path)
+    assert DecisionCalibration.load(path) == kept
+    value = kept.to_json()
+    one = value["questions"]["a"]
+
+    def changed(**members: object) -> dict[str, object]:
+        return {**value, "questions": {"a": {**one, **members}}}
+
+    less = {name: part for name, part in one.items() if name != "points"}
+    wrong: list[object] = [[], {"a": 1}, {**value, "questions": {"a": less}}, {**value, "questions": 3}]
+    for told, wrongs in {
+        "no calibration": [*wrong, changed(temperature="x")],
+        "cannot be": [
+            *(changed(temperature=one) for one in (0, math.inf, math.nan)),
+            *(changed(points=one) for one in ([[0.3, 0.1], [0.2, 0.4]], [[0.3, 7]], [[math.nan, 0.5]])),
+        ],
+        "version": [{**value, "version": 2}],
+        "wrongly": [changed(orders=-1), changed(question=3), changed(num_examples=True), {**value, "model": None}],
+    }.items():
+        for bad in wrongs:
+            with pytest.raises(RequestError, match=told):
+                DecisionCalibration.from_json(bad)
+    for text in ("{", "[1]"):
+        path.write_text(text)
+        with pytest.raises(RequestError, match=r"kept\.json"):
+            DecisionCalibration.load(path)
+    with pytest.raises(RequestError, match=r"none\.json"):
+        DecisionCalibration.load(tmp_path / "none.json")
+
+
+def test_a_question_is_known_by_all_that_it_says() -> None:
+    base: list[Question] = [
+        YesNo(instructions="a"),
+        YesNo(yes="a"),
+        YesNo(no="a"),
+        YesNo(instructions={"a": 1}),
+        YesNo(instructions='{"a": 1}'),
+        Choice(options={"a": None, "b": None}, instructions="a"),
+        Choice(options={"b": None, "a": None}, instructions="a"),
+        Choice(options={"a": "x", "b": None}, instructions="a"),
+        Score(levels=["a", "b"]),
+        Score(levels=["a", "b"], instructions="a"),
+    ]
+    assert len({question_digest(one) for one in base}) == len(base)
+    assert question_digest(YesNo(instructions="a")) == question_digest(base[0])
+
+
+STATES = ["The dog ran.", "Tom was sad.", "They played.", "It rained.", "A cat sat.", "The sun shone."]
+ASKED = {
+    "far": YesNo(instructions="Did it run?"),
+    "who": Choice(options={"the dog": None, "Tom": "a boy", "none": None}),
+    "mood": Score(levels=["sad", "so", "happy"]),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with localinfer.load(context_length=2048) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_answers_calibrated(llm: LLM, tmp_path: Path, method: str) -> None:
+    right = [{"far": index % 2 == 0, "who": "Tom", "mood": index % 3} for index in range(len(STATES))]
+    del right[3]["who"]
+    fitted = DecisionCalibration.fit(llm, ASKED, zip(STATES, right, strict=True), method=method)
+    assert {name: one.num_examples for name, one in fitted.questions.items()} == {"far": 6, "who": 5, "mood": 6}
+    fitted.save(tmp_path / "kept.json")
+    raw = llm.decide(STATES[0], ASKED)
+    found = llm.decide(STATES[0], ASKED, calibration=fitted)
+    assert (found.uncalibrated, raw.uncalibrated, found.model) == (raw.answers, {}, fitted.model)
+    for name, question in ASKED.items():
+        assert found.answers[name] == fitted.questions[name].calibration.answer(question, raw.answers[name])
+        assert found.answers[name] != raw.answers[name]
+        alone = llm.decide(STATES[0], {name: question}, calibration=str(tmp_path / "kept.json"))
+        assert alone.answers[name] == found.answers[name]
+    again = asyncio.run(llm.adecide(STATES[0], {**ASKED, "new": YesNo(yes="a")}, calibration=tmp_path / "kept.json"))
+    assert {name: again.answers[name] for name in ASKED} == found.answers
+    assert again.uncalibrated == raw.answers, "a question without a calibration stays as it is"
+
+
+def test_a_calibration_of_something_else_is_refused(llm: LLM) -> None:
+    model = llm.decide(STATES[0], ASKED).model
+    fitted = {"who": FittedQuestion(Calibration(2.0), question_digest(ASKED["who"]))}
+    other = {**ASKED, "who": Choice(options={"the dog": None, "Tom": "a girl", "none": None})}
+    for calibration, questions, orders, told in (
+        (DecisionCalibration("0" * 32, fitted), ASKED, 1, "another model"),
+        (DecisionCalibration(model, fitted), other, 1, "other words"),
+        (DecisionCalibration(model, fitted), ASKED, 2, "2 are asked for"),
+        (3, ASKED, 1, "calibration is 3"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            llm.decide(STATES[0], questions, orders=orders, calibration=calibration)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="no question here"):
+        DecisionCalibration.fit(llm, ASKED, [("a", {"what": True})])
+    with pytest.raises(RequestError, match="no examples"):
+        DecisionCalibration.fit(llm, ASKED, [("a", {})])
 
 
 def test_expected_answers_are_read() -> None:

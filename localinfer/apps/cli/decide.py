@@ -16,7 +16,7 @@ from localinfer.terminal import Progress, check_text, with_time_left
 
 if TYPE_CHECKING:
     from localinfer.generation.decision_calibration import CalibrationReport, Example
-    from localinfer.generation.questions import Answer, Question
+    from localinfer.generation.questions import Answer, Decisions, Question
     from localinfer.llm import LLM
 
 _ONLY = "answer"
@@ -71,7 +71,7 @@ def decide_command(
     With --examples, prints how often answers are right, and how well their probabilities say so: accuracy, expected
     calibration error and a table of reliability, as they are and as calibrated by the other half of the examples.
     """
-    from localinfer.generation.decision_calibration import from_json
+    from localinfer.generation.decision_calibration import DecisionCalibration
     from localinfer.system.files import check_output
 
     asked = _questions(questions, ask, options, levels)
@@ -81,16 +81,16 @@ def decide_command(
             check_output(written, inputs=inputs)
     if fit is not None and examples is None:
         raise RequestError("--fit needs --examples, labelled states to fit to")
-    calibrations = {} if calibration is None else from_json(_json_file(calibration, "--calibration"))
+    fitted = None if calibration is None else DecisionCalibration.from_json(_json_file(calibration, "--calibration"))
     if examples is not None:
-        if states or files or output is not None or calibrations:
+        if states or files or output is not None or fitted:
             raise RequestError("--examples has states of its own; leave STATE, --file, -o and --calibration out")
         labelled = _labelled(examples, asked)
         with model_for_texts(model, device, context_length, threads) as (llm, progress):
-            found = _examples(llm, labelled, asked, orders, progress)
+            found, digest = _examples(llm, labelled, asked, orders, progress)
         _report(found, method)
         if fit is not None:
-            _write_calibration(fit, found, method)
+            DecisionCalibration.of_examples(digest, asked, found, method=method, orders=orders).save(fit)
         return
     wanted = [_state(text) for text in read_texts(states, files, "STATE")]
     with (
@@ -100,10 +100,11 @@ def decide_command(
         report = with_time_left(progress)
         for index, state in enumerate(wanted):
             report("deciding", index, len(wanted))
-            for name, answer in _decided(llm, index, len(wanted), state, asked, orders).items():
-                if name in calibrations:
-                    answer = calibrations[name].answer(asked[name], answer)
-                write({"index": index, "question": name, **_row(asked[name], answer)})
+            decided = _decided(llm, index, len(wanted), state, asked, orders=orders, calibration=fitted)
+            for name, answer in decided.answers.items():
+                raw = decided.uncalibrated.get(name)
+                extra = {} if raw is None else {"uncalibrated": _row(asked[name], raw)["probabilities"]}
+                write({"index": index, "question": name, **_row(asked[name], answer), **extra})
 
 
 def _questions(
@@ -189,27 +190,30 @@ def _examples(
     questions: "Mapping[str, Question]",
     orders: int,
     progress: Progress,
-) -> "dict[str, list[Example]]":
-    """The model's probabilities for labelled states, by question."""
+) -> "tuple[dict[str, list[Example]], str]":
+    """The model's probabilities for labelled states, by question, and the model's digest."""
     from localinfer.generation.decision_calibration import Example
     from localinfer.generation.questions import probabilities_of
 
     report = with_time_left(progress)
     found: dict[str, list[Example]] = {}
+    digest = ""
     for index, (state, right) in enumerate(labelled):
         report("deciding", index, len(labelled))
         asked = {name: questions[name] for name in right}
         if asked:
-            for name, answer in _decided(llm, index, len(labelled), state, asked, orders).items():
+            decided = _decided(llm, index, len(labelled), state, asked, orders=orders)
+            digest = decided.model
+            for name, answer in decided.answers.items():
                 found.setdefault(name, []).append(Example(probabilities_of(answer), right[name]))
-    return found
+    return found, digest
 
 
 def _decided(
-    llm: "LLM", index: int, count: int, state: Any, questions: "Mapping[str, Question]", orders: int
-) -> "Mapping[str, Answer]":
+    llm: "LLM", index: int, count: int, state: Any, questions: "Mapping[str, Question]", **options: Any
+) -> "Decisions":
     try:
-        return llm.decide(state, questions, orders=orders).answers
+        return llm.decide(state, questions, **options)
     except LocalinferError as error:
         if count == 1:
             raise
@@ -256,15 +260,6 @@ def _print_report(title: str, report: "CalibrationReport") -> None:
         if count:
             bar = "#" * round(_BAR * share)
             click.echo(f"    {tenth / 10:.1f} to {(tenth + 1) / 10:.1f}   {count:>7}  {share:>5.2f}  {bar}")
-
-
-def _write_calibration(file: str, found: "Mapping[str, Sequence[Example]]", method: str) -> None:
-    from localinfer.generation.decision_calibration import Calibration, fit, to_json
-    from localinfer.system.files import OutputFile
-
-    fitted: dict[str, Calibration] = {name: fit(examples, method) for name, examples in found.items()}
-    with OutputFile(file) as output:
-        output.write(f"{json.dumps(to_json(fitted), indent=1, ensure_ascii=False)}\n".encode())
 
 
 @contextmanager

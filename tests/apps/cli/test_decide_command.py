@@ -108,10 +108,12 @@ def test_labelled_states_are_measured_and_fitted_to(
     assert main(["decide", DEMO, *words]) == 0
     printed = capsys.readouterr().out
     assert printed.count("6 examples") == 3 and printed.count(f"calibrated ({method}") == 3 and "accuracy" in printed
-    assert list(json.loads(fitted.read_text("utf-8"))) == list(QUESTIONS)
+    assert list(json.loads(fitted.read_text("utf-8"))["questions"]) == list(QUESTIONS)
     plain = rows_of(capsys, "-q", questions, "Tom lost it.")
     calibrated = rows_of(capsys, "-q", questions, "Tom lost it.", "--calibration", str(fitted))
     assert all(one["probabilities"] != other["probabilities"] for one, other in zip(plain, calibrated, strict=True))
+    assert [one["uncalibrated"] for one in calibrated] == [one["probabilities"] for one in plain]
+    assert "asked for" in error_of(capsys, "-q", questions, "a", "--calibration", str(fitted), "--orders", "2")
     assert [one["label_mass"] for one in plain] == [one["label_mass"] for one in calibrated]
 
 
