@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from localinfer.engine.admission import EngineLimits
     from localinfer.engine.cache.block_hashes import block_hashes
     from localinfer.engine.cache.stats import SnapshotStats
-    from localinfer.generation.decision_calibration import DecisionCalibration
+    from localinfer.generation.decision_calibration import DecisionCalibration, DecisionOptions
     from localinfer.generation.options import (
         ChatOptions,
         Constraint,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from localinfer.generation.questions import (
         Choice,
         ChoiceAnswer,
-        DecisionOptions,
         Decisions,
         Score,
         ScoreAnswer,
@@ -146,7 +145,7 @@ _MODULE_OF = {
     "Completion": "localinfer.generation.stream",
     "Constraint": "localinfer.generation.options",
     "DecisionCalibration": "localinfer.generation.decision_calibration",
-    "DecisionOptions": "localinfer.generation.questions",
+    "DecisionOptions": "localinfer.generation.decision_calibration",
     "Decisions": "localinfer.generation.questions",
     "EngineLimits": "localinfer.engine.admission",
     "GenerationOptions": "localinfer.generation.options",

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from localinfer.generation.chat.media_parts import MediaSource
     from localinfer.generation.chat.reply import TemplateFormats
     from localinfer.generation.chat_model import ChatModel
+    from localinfer.generation.decision_calibration import DecisionOptions
     from localinfer.generation.embedding import TextEmbedder
     from localinfer.generation.embedding_inputs import EmbeddingInput
     from localinfer.generation.kv_transfer import KVTransfer, Prefilled
     from localinfer.generation.media import MediaModel, MediaReader
     from localinfer.generation.options import ChatOptions, CheckedOptions, GenerationOptions, ReplyOptions
-    from localinfer.generation.questions import Content, DecisionOptions, Decisions, Question
+    from localinfer.generation.questions import Content, Decisions, Question
     from localinfer.generation.session.prompts import SessionOptions
     from localinfer.generation.session.python_tools import CallOutcome, RequestedCall, Tool
     from localinfer.generation.session.session import Session
@@ -515,8 +516,7 @@ class LLM(Closing):
         """Answer typed questions about a state by probabilities, without generating text; see `generation.decision`."""
         from localinfer.generation.decision import decision_model
 
-        chats = None if "decisions" in self._model.capabilities else self._chats()
-        make = partial(decision_model, self._engine, self._model, chats, self._media_reader)
+        make = partial(decision_model, self._engine, self._model, self._chats, self._media_reader)
         return self._once("decisions", make).decide(state, questions, **options)
 
     async def adecide(

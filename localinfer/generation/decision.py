@@ -61,11 +61,11 @@ _PROBE = "?"
 
 
 def decision_model(
-    engine: Engine, model: "Model", chats: ChatModel | None, media: "MediaReader | None" = None
+    engine: Engine, model: "Model", chats: Callable[[], ChatModel], media: "MediaReader | None" = None
 ) -> "CalibratedDecisionModel":
     """The way to decide with a model: its own, if it was made for decisions, otherwise by questions in a chat.
 
-    chats: None for a model that generates nothing.
+    chats: gives the model's chats, if it generates.
     Raises: UnsupportedFormatError for one that was made to decide in a way that is not run.
     """
     from localinfer.generation.decision_heads import decision_head
@@ -76,8 +76,8 @@ def decision_model(
     if tokenizer is None:
         raise UnsupportedFormatError("this model's file has no tokenizer, which decisions need; load another copy")
     kind = decision_type(model.file.metadata)
-    if kind is None and chats is not None:
-        return CalibratedDecisionModel(DecisionModel(engine, chats, tokenizer, media), model.file)
+    if kind is None and "decisions" not in model.capabilities:
+        return CalibratedDecisionModel(DecisionModel(engine, chats(), tokenizer, media), model.file)
     template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
     head = decision_head(str(kind), engine, model)
     trained = TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)

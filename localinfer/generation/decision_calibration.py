@@ -16,7 +16,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypedDict
 
 from localinfer.arguments import shown
 from localinfer.errors import RequestError
@@ -25,6 +25,7 @@ from localinfer.generation.questions import (
     Choice,
     Content,
     Decisions,
+    Messages,
     Question,
     YesNo,
     answer_of,
@@ -127,6 +128,18 @@ def fit(examples: Sequence[Example], method: str) -> Calibration:
         return measure([Example(made.apply(one.probabilities), one.right) for one in examples]).log_loss
 
     return Calibration(math.exp(_lowest(loss, math.log(_LEAST_TEMPERATURE), math.log(_LARGEST_TEMPERATURE))))
+
+
+def fit_each(
+    questions: Mapping[str, Question], examples: Mapping[str, Sequence[Example]], *, method: str, orders: int = 1
+) -> "dict[str, FittedQuestion]":
+    """Fit a calibration to the examples of each question. Raises: RequestError as of `fit`."""
+    if not examples:
+        raise RequestError("there are no examples to fit a calibration to; give some with their right answers")
+    return {
+        name: FittedQuestion(fit(measured, method), question_digest(questions[name]), orders, len(measured))
+        for name, measured in examples.items()
+    }
 
 
 def measure(examples: Sequence[Example]) -> CalibrationReport:
@@ -248,28 +261,7 @@ class DecisionCalibration:
             model = decided.model
             for name, answer in decided.answers.items():
                 found.setdefault(name, []).append(Example(probabilities_of(answer), right[name]))
-        return cls.of_examples(model, questions, found, method=method, orders=orders)
-
-    @classmethod
-    def of_examples(
-        cls,
-        model: str,
-        questions: Mapping[str, Question],
-        examples: Mapping[str, Sequence[Example]],
-        *,
-        method: str = "temperature",
-        orders: int = 1,
-    ) -> Self:
-        """Fit calibrations to probabilities that a model gave. Raises: RequestError as of `fit`."""
-        if not examples:
-            raise RequestError("there are no examples to fit a calibration to; give some with their right answers")
-        return cls(
-            model,
-            {
-                name: FittedQuestion(fit(measured, method), question_digest(questions[name]), orders, len(measured))
-                for name, measured in examples.items()
-            },
-        )
+        return cls(model, fit_each(questions, found, method=method, orders=orders))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file of JSON. Raises: OSError, and RequestError for a path that cannot be written."""
@@ -359,6 +351,26 @@ class DecisionCalibration:
             uncalibrated[name] = answers[name]
             answers[name] = self.questions[name].calibration.answer(questions[name], answers[name])
         return replace(decisions, answers=answers, uncalibrated=uncalibrated)
+
+
+class DecisionOptions(TypedDict, total=False):
+    """Keyword options of `decide`.
+
+    messages: a conversation in place of the state, with parts as of `chat`, behind which each question is asked.
+    orders: ask a `Choice` in so many orders of its options, each shifted by an equal part, and average: small models
+        prefer what stands first. 1 by default.
+    cache_salt: as of `complete`.
+    on_encoded: called before anything is computed with how many tokens the prompts have, their common beginning once;
+        may raise.
+    calibration: a `DecisionCalibration`, or its file, that changes the probabilities of the questions that it names;
+        one of another model or question is refused.
+    """
+
+    messages: Messages | None
+    orders: int
+    cache_salt: str | None
+    on_encoded: Callable[[int], object] | None
+    calibration: DecisionCalibration | str | os.PathLike[str] | None
 
 
 def question_digest(question: Question) -> str:

@@ -7,15 +7,10 @@ distance from the likeliest level, as shares of what they can be.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 from localinfer.arguments import shown
 from localinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    import os
-
-    from localinfer.generation.decision_calibration import DecisionCalibration
 
 Content = str | Mapping[str, Any] | Sequence[Any] | None
 """Text, or what JSON may hold, which is written as JSON; None for nothing."""
@@ -119,26 +114,6 @@ class Decisions:
     """The answers as the model gave them, of those questions whose answers a calibration changed."""
     model: str = ""
     """Digest of the model, to which calibrations are tied."""
-
-
-class DecisionOptions(TypedDict, total=False):
-    """Keyword options of `decide`.
-
-    messages: a conversation in place of the state, with parts as of `chat`, behind which each question is asked.
-    orders: ask a `Choice` in so many orders of its options, each shifted by an equal part, and average: small models
-        prefer what stands first. 1 by default.
-    cache_salt: as of `complete`.
-    on_encoded: called before anything is computed with how many tokens the prompts have, their common beginning once;
-        may raise.
-    calibration: a `DecisionCalibration`, or its file, that changes the probabilities of the questions that it names;
-        one of another model or question is refused.
-    """
-
-    messages: Messages | None
-    orders: int
-    cache_salt: str | None
-    on_encoded: Callable[[int], object] | None
-    calibration: "DecisionCalibration | str | os.PathLike[str] | None"
 
 
 def check_request(

@@ -30,6 +30,8 @@ INTERNAL = {
     ("LLM", "store_prompt(return)"),
     ("LLM", "handover_fingerprint(return)"),
     ("Session", "from_json(llm)"),
+    ("DecisionCalibration", "fit(llm)"),
+    ("DecisionCalibration", "questions"),
     ("TextStream", "request(return)"),
     ("TextStream", "resume(text)"),
     ("KVEventPublisher", "attach(return)"),

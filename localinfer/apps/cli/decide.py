@@ -71,7 +71,7 @@ def decide_command(
     With --examples, prints how often answers are right, and how well their probabilities say so: accuracy, expected
     calibration error and a table of reliability, as they are and as calibrated by the other half of the examples.
     """
-    from localinfer.generation.decision_calibration import DecisionCalibration
+    from localinfer.generation.decision_calibration import DecisionCalibration, fit_each
     from localinfer.system.files import check_output
 
     asked = _questions(questions, ask, options, levels)
@@ -90,7 +90,7 @@ def decide_command(
             found, digest = _examples(llm, labelled, asked, orders, progress)
         _report(found, method)
         if fit is not None:
-            DecisionCalibration.of_examples(digest, asked, found, method=method, orders=orders).save(fit)
+            DecisionCalibration(digest, fit_each(asked, found, method=method, orders=orders)).save(fit)
         return
     wanted = [_state(text) for text in read_texts(states, files, "STATE")]
     with (
