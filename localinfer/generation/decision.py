@@ -112,8 +112,8 @@ class CalibratedDecisionModel:
             calibration = DecisionCalibration.load(calibration)
         if not isinstance(calibration, DecisionCalibration):
             raise RequestError(f"calibration is {shown(calibration)}; give a DecisionCalibration, or its file")
-        check_request(state, questions, options.get("messages"), options.get("on_encoded"))
-        checked = {name: checked_question(question) for name, question in questions.items()}
+        asked = questions if isinstance(questions, Mapping) else {}
+        checked = {name: checked_question(question) for name, question in asked.items()}
         calibration.check(self._digest, checked, options.get("orders", 1))
         found = replace(self._model.decide(state, questions, **options), model=self._digest)
         return calibration.apply(found, checked)

@@ -191,6 +191,9 @@ class TrainedDecisionModel:
             raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
         salt = salt_of(cache_salt)
         about = state if messages is None else [dict(message) for message in messages]
+        if messages is not None:
+            # Pictures are no JSON, and nothing reads them.
+            written(about)
         prompts = {name: self._prompts(about, name, questions) for name in questions}
         every = [prompt for of_question in prompts.values() for prompt in of_question]
         first, probe = every[0].token_ids, np.array(self._encode(about, "?", _PROBE, questions), np.int32)

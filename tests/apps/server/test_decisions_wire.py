@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"questions": {"a": {"type": "choice", "criteria": {}}}}, ["questions", "a", "criteria"]),
     ({"questions": {"a": {"type": "score", "criteria": {"0": "b", "1": "c"}}}}, ["questions", "a", "criteria"]),
     ({"questions": {str(index): QUESTIONS["mood"] for index in range(401)}}, ["questions"]),
-    ({"assets": {"a": {"type": "image"}}}, ["assets"]),
+    ({"assets": {"a": {"type": "image"}}}, ["assets", "a"]),
     ({"orders": 0}, ["orders"]),
     ({"messages": [{"role": "user", "content": "a"}]}, ["messages"]),
 ]

@@ -1,6 +1,7 @@
 """Pictures by every API of the server, and what it says of a model that reads them."""
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,85 @@ class TestClients:
         ]
         reply = chat.invoke([{"role": "user", "content": blocks}])
         assert reply.usage_metadata["input_tokens"] > 2 * PICTURE_ROWS
+
+
+ASKED = {"a": {"type": "noul", "instructions": "Is it red?"}, "b": {"type": "score", "criteria": ["bad", "good"]}}
+ASSET = {"type": "image", "format": "png", "data_base64": DATA}
+
+
+def system_one(client: httpx.Client, files: dict[str, bytes] | None = None, **members: Any) -> httpx.Response:
+    body = {"questions": ASKED, "model": "jev-latest", **members}
+    if files is None:
+        return client.post("/v1/systemone", json=body)
+    parts: dict[str, Any] = {"request": (None, json.dumps(body), "application/json")}
+    return client.post("/v1/systemone", files={**parts, **{name: (name, data) for name, data in files.items()}})
+
+
+def test_system_one_reads_assets(seeing: httpx.Client) -> None:
+    picture, other = picture_file(), picture_file(seed=3)
+    link = {"type": "input_image", "image_url": URL}
+    content = [{"type": "input_text", "text": "Before "}, link, {"type": "input_text", "text": " behind."}]
+    questions = [{"type": "predicate", "instructions": "Is it red?"}]
+    input_items = [{"role": "user", "content": content}]
+    wanted = seeing.post("/v1/decisions", json={"input": input_items, "questions": questions}).json()
+    coded = system_one(seeing, state="Before <x> behind.", assets={"<x>": ASSET})
+    assert coded.status_code == 200, coded.text
+    assert coded.json()["answers"]["a"]["noul"] == wanted["answers"][0]["probability"]
+    form = system_one(
+        seeing, {"asset-0": picture}, state="Before <x> behind.", assets={"<x>": {"type": "image", "part": "asset-0"}}
+    )
+    assert form.json()["answers"] == coded.json()["answers"]
+    plain = system_one(seeing, state="Before <x> behind.")
+    assert plain.json()["answers"] != coded.json()["answers"]
+    # One begins as another, and both are inside of JSON.
+    two = {"<x>": {"part": "p"}, "<x>y": {"part": "q"}}
+    state = {"photo": "<x>", "other \N{CAT}": ["<x>y", "z"]}
+    first = system_one(seeing, {"p": picture, "q": other}, state=state, assets=two)
+    swapped = system_one(seeing, {"p": other, "q": picture}, state=state, assets=two)
+    assert (first.status_code, swapped.status_code) == (200, 200), first.text
+    assert first.json()["answers"] != swapped.json()["answers"]
+
+
+WRONG_ASSETS: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] = {
+    "empty": (None, {"assets": {}}, ["assets"]),
+    "without a name": (None, {"assets": {" ": ASSET}}, ["assets"]),
+    "no object": (None, {"assets": {"x": 3}}, ["assets", "x"]),
+    "another type": (None, {"assets": {"x": {**ASSET, "type": "video"}}}, ["assets", "x"]),
+    "another format": (None, {"assets": {"x": {**ASSET, "format": "gif"}}}, ["assets", "x"]),
+    "no data": (None, {"assets": {"x": {"type": "image"}}}, ["assets", "x"]),
+    "no base64": (None, {"assets": {"x": {"data_base64": "%"}}}, ["assets", "x"]),
+    "no picture": (None, {"assets": {"x": {"data_base64": "YWJj"}}}, ["assets", "x"]),
+    "a part outside of a form": (None, {"assets": {"x": {"part": "p"}}}, ["assets", "x"]),
+    "a part that is missing": ({"p": b"a"}, {"assets": {"x": {"part": "q"}}}, ["assets", "x"]),
+    "a part twice": ({"p": b"a"}, {"assets": {"x": {"part": "p"}, "y": {"part": "p"}}}, ["assets", "y"]),
+    "a part for nothing": ({"p": b"a"}, {}, ["assets"]),
+    "in a question": (
+        None,
+        {"assets": {"x": ASSET}, "questions": {"a": {"type": "noul", "instructions": ["as x?"]}}},
+        ["questions", "a", "instructions"],
+    ),
+    "in an option": (
+        None,
+        {"assets": {"x": ASSET}, "questions": {"a": {"type": "choice", "criteria": {"b": None, "c": "x"}}}},
+        ["questions", "a", "criteria"],
+    ),
+    "a box": (None, {"assets": {"x": ASSET}, "questions": {"a": {"type": "box"}}}, ["questions", "a", "type"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ASSETS)
+def test_system_one_names_what_assets_have_wrong(seeing: httpx.Client, name: str) -> None:
+    files, members, place = WRONG_ASSETS[name]
+    reply = system_one(seeing, files, **{"state": "See x.", **members})
+    assert reply.status_code == 422, reply.text
+    (detail,) = reply.json()["detail"]
+    assert detail["loc"] == ["body", *place], detail
+
+
+def test_system_one_refuses_forms_without_a_request_and_models_that_see_nothing(
+    seeing: httpx.Client, http: httpx.Client
+) -> None:
+    lost = seeing.post("/v1/systemone", files={"p": ("p", b"a")})
+    assert (lost.status_code, "named request" in lost.text) == (422, True)
+    blind = system_one(http, state="x", assets={"x": ASSET})
+    assert blind.status_code == 422 and blind.json()["detail"][0]["loc"][:2] == ["body", "assets"], blind.text

@@ -7,6 +7,7 @@ whose kinds are predicate, choice and score. Any model that generates answers bo
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,12 +20,15 @@ from starlette.responses import Response
 from localinfer.apps.server.api.responses_items import InputItem, item_messages
 from localinfer.apps.server.operation.observation import record_of
 from localinfer.apps.server.replies.clients import salt_options
-from localinfer.apps.server.replies.message_fields import template_messages
-from localinfer.apps.server.replies.service import read_body, reserve_prompts, service_of
+from localinfer.apps.server.replies.media_fields import decoded
+from localinfer.apps.server.replies.message_fields import ChatMessage, template_messages
+from localinfer.apps.server.replies.service import prepared, read_body, read_parted, reserve_prompts, service_of
 from localinfer.apps.server.transport.bodies import unless_gone
 from localinfer.apps.server.transport.http import ApiError, json_response
 from localinfer.apps.server.transport.known_fields import DECISIONS
+from localinfer.arguments import shown
 from localinfer.errors import RequestError
+from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.generation.questions import (
     Answer,
     Choice,
@@ -36,16 +40,19 @@ from localinfer.generation.questions import (
     YesNoAnswer,
     checked_question,
     read_question,
+    written,
 )
 
 _ALIASES = ("jev-latest", "jev-preview")
 """Models that clients of the System One API ask for by themselves; the one that is served by default answers."""
 _MOST_QUESTIONS = 400
+_FORMATS = ("png", "jpg", "jpeg")
 
 
 class SystemOneRequest(msgspec.Struct):
     """A state, and questions about it by name.
 
+    assets: pictures by texts that stand for them in the state, as base64, or as parts of a form.
     orders: as of `llm.decide`; this server's own.
     """
 
@@ -73,11 +80,8 @@ class DecisionRequest(msgspec.Struct):
 
 async def system_one(request: Request) -> Response:
     """Answers by the names of their questions."""
-    body = await read_body(request, SystemOneRequest)
-    if body.assets:
-        raise ApiError(
-            400, "assets are not read here; ask /v1/decisions, whose input may have pictures", param="assets"
-        )
+    body, files = await read_parted(request, SystemOneRequest)
+    pictures = _assets(body.assets, files)
     _check_count(body.questions)
     questions: dict[str, Question] = {}
     for name, question in body.questions.items():
@@ -88,7 +92,14 @@ async def system_one(request: Request) -> Response:
         except RequestError as error:
             raise ApiError(400, str(error), param=f"questions.{name}.{error.field or ''}".rstrip(".")) from None
     model = None if body.model in _ALIASES else body.model
-    model_id, found = await _decide(request, model, body.state, questions, orders=body.orders)
+    if pictures:
+        _check_placed(body.questions, pictures)
+        parts = await prepared(request, _with_pictures, body.state, pictures)
+        messages = template_messages([ChatMessage(role="user", content=parts)])
+        work = partial(_decide, request, model, None, messages=messages)
+    else:
+        work = partial(_decide, request, model, body.state)
+    model_id, found = await work(questions=questions, orders=body.orders)
     answers = {name: _system_one_answer(questions[name], answer) for name, answer in found.answers.items()}
     usage = {
         "input_tokens": found.prompt_tokens,
@@ -126,6 +137,65 @@ async def decisions(request: Request) -> Response:
         "total_tokens": found.prompt_tokens,
     }
     return json_response({"object": "decision", "model": model_id, "answers": answers, "usage": usage})
+
+
+def _assets(assets: Mapping[str, Any] | None, files: Mapping[str, bytes]) -> dict[str, MediaSource]:
+    """The pictures of a request by the texts that stand for them. files: parts of its form. Raises: ApiError."""
+    if assets is not None and not assets:
+        raise ApiError(400, "assets is empty; give pictures by their placeholders, or leave it out", param="assets")
+    made: dict[str, MediaSource] = {}
+    unused = set(files)
+    for name, asset in (assets or {}).items():
+        path = f"assets.{name}"
+        if not name.strip():
+            raise ApiError(400, "an asset has an empty placeholder; name each", param="assets")
+        if not isinstance(asset, Mapping) or asset.get("type", "image") not in ("image", None):
+            raise ApiError(400, f"{path} is {shown(asset)}; give an object of type image", param=path)
+        part = asset.get("part")
+        if part is None:
+            if asset.get("format") not in (*_FORMATS, None):
+                found = shown(asset["format"])
+                raise ApiError(400, f"{path}.format is {found}; give one of {', '.join(_FORMATS)}", param=path)
+            text = asset.get("data_base64")
+            if not isinstance(text, str) or not text:
+                raise ApiError(400, f"{path} has no data_base64, and no part of a form; give one of them", param=path)
+            made[name] = MediaSource("image", decoded(text, f"{path}.data_base64", path), path)
+            continue
+        if not isinstance(part, str) or part not in unused:
+            found = "is another asset's" if part in files else "is not in the body"
+            raise ApiError(400, f"{path} names the part {shown(part)}, which {found}; send one for each", param=path)
+        unused.remove(part)
+        made[name] = MediaSource("image", files[part], path)
+    if unused:
+        raise ApiError(400, f"the part {min(unused)!r:.80} is no asset's; name it in assets", param="assets")
+    return made
+
+
+def _check_placed(questions: Mapping[str, Any], pictures: Mapping[str, MediaSource]) -> None:
+    """Raise ApiError for a question with a picture: it is read after the state, as text."""
+    for name, question in questions.items():
+        for member in ("instructions", "criteria"):
+            text = json.dumps(question.get(member), ensure_ascii=False)
+            if any(json.dumps(one, ensure_ascii=False)[1:-1] in text for one in pictures):
+                raise ApiError(
+                    400,
+                    f"questions.{name}.{member} has a picture, and pictures are read in the state only here; put it "
+                    "there, and say in words which one is meant",
+                    code="unsupported_parameter",
+                    param=f"questions.{name}.{member}",
+                )
+
+
+def _with_pictures(state: Any, pictures: Mapping[str, MediaSource]) -> list[Any]:
+    """A state as parts of a message, with pictures in place of what stands for them."""
+    is_text = isinstance(state, str)
+    named = {name if is_text else json.dumps(name, ensure_ascii=False)[1:-1]: one for name, one in pictures.items()}
+    # The longest first: one may be the beginning of another.
+    pattern = "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
+    pieces = re.split(f"({pattern})", written(state))
+    texts = [{"type": "text", "text": text} for text in pieces]
+    parts = [named[piece] if index % 2 else texts[index] for index, piece in enumerate(pieces)]
+    return [part for part in parts if isinstance(part, MediaSource) or part["text"]]
 
 
 def _check_count(questions: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -602,6 +602,14 @@ async def read_form(request: Request, record: type[Record]) -> Record:
     return body
 
 
+async def read_parted(request: Request, record: type[Record]) -> tuple[Record, dict[str, bytes]]:
+    """The body of a request as a record, with its files by name if it is a form. Raises: as `Bodies.read_parted`."""
+    service = service_of(request)
+    body, files = await service.bodies.read_parted(request, record, service.settings)
+    _note_body(request, body)
+    return body, files
+
+
 def _note_body(request: Request, body: object) -> None:
     """Note what the record of a request says of it. Raises: ApiError."""
     model = getattr(body, "model", None)

@@ -3,7 +3,7 @@
 A body costs memory three times: while it is received, as what it is decoded into, and by the work on its texts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -163,7 +163,10 @@ FORM = "multipart/form-data"
 FORM_ROUTES = ("/audio/transcriptions", "/audio/translations")
 """Routes whose bodies are forms with a file. Pages of others may post a form unasked: only headers say where it comes
 from."""
+PARTED_ROUTES = ("/systemone",)
+"""Routes whose bodies may be forms, too: JSON in the part `request`, and the files that it names in others."""
 _MOST_FORM_FIELDS, _MOST_FIELD_BYTES = 64, 1 << 16
+_MOST_PARTS, _MOST_REQUEST_BYTES = 64, 4 << 20
 _FORM_COPIES = 2
 """Copies of a file beside its form: as it is parsed, and as it is read."""
 LARGE_BYTES = 1 << 16
@@ -269,6 +272,28 @@ class Bodies:
             keep_share(request.scope, await unless_gone(request.receive, _in_turn(waiting), Share.close))
             threads = self._decoder if len(body) > SMALL_BYTES else None
             return await _in(threads, form_record, body, request.headers, record)
+        finally:
+            share.close()
+
+    async def read_parted(
+        self, request: Request, record: type[Record], settings: ServerSettings
+    ) -> tuple[Record, dict[str, bytes]]:
+        """Read a body that is JSON, or a form with JSON in its part `request` and files in others, which come by name.
+
+        Raises: as `read`.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != FORM:
+            return await self.read(request, record, settings), {}
+        body, share = await self._receive(request, settings)
+        try:
+            if len(body) <= LARGE_BYTES:
+                return parted_record(body, request.headers, record)
+            request.scope["state"][_BODY_BYTES] = len(body)
+            text_bytes = (4 + _WORK_PER_BYTE) * min(len(body), _MOST_REQUEST_BYTES)
+            waiting = self._working.take(_FORM_COPIES * len(body) + text_bytes, _WAIT_SECONDS)
+            keep_share(request.scope, await unless_gone(request.receive, _in_turn(waiting), Share.close))
+            threads = self._decoder if len(body) > SMALL_BYTES else None
+            return await _in(threads, parted_record, body, request.headers, record)
         finally:
             share.close()
 
@@ -409,11 +434,45 @@ class _FormParser(MultiPartParser):
 
 def form_record(body: Bytes, headers: Headers, record: type[Record]) -> Record:
     """A form with one file as a record. headers: of its request. Raises: ApiError."""
+    members: dict[str, Any] = {}
+    for name, value in _form_items(body, headers, 1, _MOST_FIELD_BYTES):
+        if isinstance(value, bytes):
+            members[name] = value
+        elif name.endswith("[]"):
+            members.setdefault(name.removesuffix("[]"), []).append(value)
+        elif value:
+            members[name] = value
+    made: Record = _form_members(members, record)
+    return made
+
+
+def parted_record(body: Bytes, headers: Headers, record: type[Record]) -> tuple[Record, dict[str, bytes]]:
+    """A form with JSON in its part `request` as a record, and its other parts, which are files. Raises: ApiError."""
+    text: str | bytes | None = None
+    files: dict[str, bytes] = {}
+    for name, value in _form_items(body, headers, _MOST_PARTS, _MOST_REQUEST_BYTES):
+        if name == "request" and text is None:
+            text = value
+        elif isinstance(value, bytes) and name not in files:
+            files[name] = value
+        else:
+            raise ApiError(400, f"the part {name!r:.80} comes twice or is no file; send each once", code="invalid_form")
+    if text is None:
+        raise ApiError(400, "the form has no part named request; send the JSON of the body as it", code="invalid_form")
+    return decode_json(text.encode() if isinstance(text, str) else text, record), files
+
+
+def _form_items(
+    body: Bytes, headers: Headers, max_files: int, max_field_bytes: int
+) -> Iterator[tuple[str, str | bytes]]:
+    """The names of a form's parts, and their texts, or bytes of files. Raises: ApiError."""
 
     async def parts() -> AsyncGenerator[bytes, None]:
         yield bytes(body)
 
-    parser = _FormParser(headers, parts(), max_files=1, max_fields=_MOST_FORM_FIELDS, max_part_size=_MOST_FIELD_BYTES)
+    parser = _FormParser(
+        headers, parts(), max_files=max_files, max_fields=_MOST_FORM_FIELDS, max_part_size=max_field_bytes
+    )
     parsing = parser.parse()
     try:
         # Nothing in it waits.
@@ -421,23 +480,19 @@ def form_record(body: Bytes, headers: Headers, record: type[Record]) -> Record:
     except StopIteration as done:
         items = done.value.multi_items()
     except (MultiPartException, UnicodeError, LookupError) as error:
+        files = "one file" if max_files == 1 else f"at most {max_files} files"
         raise ApiError(
-            400, f"the body is no form that can be read ({error}); send one file as {FORM}", code="invalid_form"
+            400, f"the body is no form that can be read ({error}); send {files} as {FORM}", code="invalid_form"
         ) from None
     else:
         parsing.close()
         raise AssertionError("a form in memory is parsed at once")
-    members: dict[str, Any] = {}
     for name, value in items:
         if isinstance(value, UploadFile):
-            members[name] = value.file.read()
+            yield name, value.file.read()
             value.file.close()
-        elif name.endswith("[]"):
-            members.setdefault(name.removesuffix("[]"), []).append(value)
-        elif value:
-            members[name] = value
-    made: Record = _form_members(members, record)
-    return made
+        else:
+            yield name, value
 
 
 def _form_members(members: dict[str, Any], record: type) -> Any:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localinfer.apps.server.transport.bodies import CONNECTION, FORM, FORM_ROUTES
+from localinfer.apps.server.transport.bodies import CONNECTION, FORM, FORM_ROUTES, PARTED_ROUTES
 from localinfer.apps.server.transport.codings import coding_of
 from localinfer.apps.server.transport.http import OLLAMA, STREAMS_EVENTS, ApiError, identifier
 from localinfer.apps.server.transport.settings import LOOPBACK_NAMES, ServerSettings, ip_address, matching_token
@@ -633,7 +633,7 @@ class SecurityMiddleware:
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             coding_of(headers)
-            if kind == FORM and scope["path"].removeprefix("/v1") in FORM_ROUTES:
+            if kind == FORM and scope["path"].removeprefix("/v1") in (*FORM_ROUTES, *PARTED_ROUTES):
                 return
             if kind != "application/json" and not _is_json_all_the_same(kind, scope, headers):
                 raise ApiError(
