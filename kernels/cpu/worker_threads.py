@@ -265,8 +265,9 @@ _PAIRS = 3
 _GAIN = 0.9, 0.95
 """Largest ratio of times with fewer threads, and with more, to the time before. More are given more time beside
 other programs, so that fewer are seldom much better, and may be much worse."""
-_CLEAR = ((1, 0.6, 1.4), (2, 0.8, 1.15))
-"""After so many pairs of turns a trial is over already if the ratio is outside of these."""
+_CLEAR = ((1, 0.6, 1.2), (2, 0.8, 1.1))
+"""After so many pairs of turns a trial is over already if the ratio is outside of these. Above is nearer than below: a
+number that was rejected by mistake is tried again, and what a trial costs are the turns of what is slower."""
 _HOPELESS = 2.0
 """So is one whose first turn takes so many times the usual time."""
 _LONGEST_RATIO = 4.0

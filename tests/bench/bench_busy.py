@@ -5,11 +5,16 @@ turns in short windows: ours as it chooses, ours with fixed numbers of threads, 
 xllamacpp or llama-cpp-python, in `--peer-python`). Each lives in a process of its own and sleeps out of turn; so all
 meet the same minutes of a machine that does other things too. Medians of tokens per second are printed, with the
 quartiles, and the best fixed number beside what is chosen.
+
+One more takes turns that computes nothing: a process for each core that never waits. The processor time that the system
+grants it is the share of the cores that an engine could have. Tokens per second of that time, beside nothing and beside
+busy processes, are what the last figure compares: 1 where the engine turns its share into tokens as it does alone.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -28,10 +33,32 @@ _LOOP = (
     "import os; os.nice({nice}); parent = os.getppid()\nwhile os.getppid() == parent:\n for _ in range(100000): pass"
 )
 """Ends with who started it, however that ended."""
+_SPIN = """import time
+end = time.perf_counter() + {seconds}
+began, processor = time.perf_counter(), time.process_time()
+while time.perf_counter() < end:
+    pass
+print((time.process_time() - processor) / (time.perf_counter() - began))
+"""
+"""Prints the share of a core that it was granted."""
 _PEER_TOKENS = {"decode": (4, 64), "streams": (2, 16)}
 """Fewest and most tokens of a window of the peer."""
 _LEAST_TOKENS = 5
 """What a window lasts for where its seconds are over sooner."""
+_SHARE = "share"
+"""Name of the processes that compute nothing."""
+
+
+@dataclass
+class Window:
+    """What an engine did in a window."""
+
+    rate: float
+    """Tokens per second; of the share, processor seconds per second."""
+    granted: float = 0.0
+    """Processor seconds per second that its threads had."""
+    gap: float = 0.0
+    """Longest time between two tokens of a stream, in seconds."""
 
 
 @contextmanager
@@ -66,11 +93,11 @@ class Engine:
         self._process.kill()
         self._process.wait()
 
-    def measure(self, workload: str, seconds: float) -> float:
-        """Tokens per second in a window of about so long."""
+    def measure(self, workload: str, seconds: float) -> Window:
+        """Measure a window of about so long."""
         assert self._process.stdin is not None
         print(json.dumps({"workload": workload, "seconds": seconds}), file=self._process.stdin, flush=True)
-        return float(self._read())
+        return Window(**json.loads(self._read()))
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -93,6 +120,7 @@ class Ours:
             # Such a number is a most otherwise.
             self._llm._model.program.adapts = False
         self._random = np.random.default_rng(threads)
+        self.gap = 0.0
 
     def _prompt(self, workload: str) -> list[int]:
         ids: list[int] = self._random.integers(300, self._llm.vocab_size - 8, _PROMPT_TOKENS[workload]).tolist()
@@ -117,32 +145,37 @@ class Ours:
 
     def _decode(self, count: int, seconds: float, workload: str) -> float:
         self._llm.clear_cache()
-        begun, over, times = threading.Barrier(count + 1), threading.Event(), []
+        begun, over, times = threading.Barrier(count + 1), threading.Event(), list[float]()
 
         def read(prompt: list[int]) -> None:
             options: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+            last = 0.0
             with self._llm.stream(prompt, **options) as stream:
                 for index, _ in enumerate(stream):
                     if index == 0:
                         waiting.append(threading.Thread(target=begun.wait))
                         waiting[-1].start()
                     times.append(time.perf_counter())
+                    if last > began[0]:
+                        self.gap = max(self.gap, times[-1] - last)
+                    last = time.perf_counter()
                     if over.is_set():
                         return
 
+        self.gap, began = 0.0, [math.inf]
         waiting: list[threading.Thread] = []
         readers = [threading.Thread(target=read, args=(self._prompt(workload),)) for _ in range(count)]
         for reader in readers:
             reader.start()
         begun.wait()
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds or sum(one > began for one in list(times)) < _LEAST_TOKENS:
+        began[0] = start = time.perf_counter()
+        while time.perf_counter() - start < seconds or sum(one > start for one in list(times)) < _LEAST_TOKENS:
             time.sleep(0.02)
         over.set()
         for reader in [*readers, *waiting]:
             reader.join()
-        counted = [one for one in times if one > began]
-        return len(counted) / (max(counted) - began)
+        counted = [one for one in times if one > start]
+        return len(counted) / (max(counted) - start)
 
 
 class XLlamaCpp:
@@ -226,10 +259,24 @@ class LlamaCppPython:
     streams = decode
 
 
+class Share:
+    """Processes that compute nothing and never wait, one for each core."""
+
+    def decode(self, seconds: float) -> float:
+        """Processor seconds per second that they are granted."""
+        words = [sys.executable, "-S", "-c", _SPIN.format(seconds=seconds)]
+        spinning = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(os.cpu_count() or 1)]
+        return sum(float(process.communicate()[0]) for process in spinning)
+
+    prefill = streams = decode
+
+
 def serve(kind: str, model: str, threads: int) -> None:
     """Measure what standard input asks for, one line each."""
-    if kind == "ours":
-        engine: Any = Ours(model, threads)
+    if kind == _SHARE:
+        engine: Any = Share()
+    elif kind == "ours":
+        engine = Ours(model, threads)
     else:
         try:
             engine = XLlamaCpp(model, threads)
@@ -238,7 +285,11 @@ def serve(kind: str, model: str, threads: int) -> None:
     print("=ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(f"={getattr(engine, asked['workload'])(asked['seconds'])}", flush=True)
+        began, granted = time.perf_counter(), time.process_time()
+        found = {"rate": getattr(engine, asked["workload"])(asked["seconds"])}
+        found["granted"] = (time.process_time() - granted) / (time.perf_counter() - began)
+        found["gap"] = getattr(engine, "gap", 0.0)
+        print(f"={json.dumps(found)}", flush=True)
 
 
 def engines_of(options: argparse.Namespace) -> list[Engine]:
@@ -255,23 +306,34 @@ def engines_of(options: argparse.Namespace) -> list[Engine]:
         found += [Engine(f"other {n or 'chosen'}", [*words, str(n)], path) for n in (0, *options.other_threads)]
     if options.peer_python:
         words = [options.peer_python, __file__, options.model, "--serve", "peer", "--with-threads"]
-        found += [Engine(f"llama.cpp {threads}", [*words, str(threads)]) for threads in options.threads]
+        found += [Engine(f"llama.cpp {n}", [*words, str(n)]) for n in options.peer_threads or options.threads]
+    found.append(Engine(_SHARE, [*own, "--serve", _SHARE]))
     return found
 
 
-def report(found: dict[str, list[float]]) -> str:
-    """Medians and quartiles of every engine, and what is chosen beside the best fixed number and the best peer."""
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    words = []
-    for name, values in found.items():
-        ordered = sorted(values)
+def report(found: dict[str, list[Window]], alone: dict[str, float]) -> str:
+    """Medians and quartiles of every engine, and what is chosen beside the best fixed number and the best peer.
+
+    alone: tokens per second of granted share of every engine beside nothing; filled by the first call.
+    """
+    medians = {name: statistics.median(one.rate for one in windows) for name, windows in found.items()}
+    share = medians.pop(_SHARE)
+    words = [f"share of the cores {share:.2f}"]
+    for name, rate in medians.items():
+        ordered = sorted(one.rate for one in found[name])
         low, high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
-        words.append(f"{name} {medians[name]:.1f} ({low:.1f}-{high:.1f})")
+        granted = statistics.median(one.granted for one in found[name])
+        of_share = rate / share / alone.setdefault(name, rate / share)
+        gap = 1000 * max(one.gap for one in found[name])
+        words.append(f"{name} {rate:.1f} ({low:.1f}-{high:.1f}; granted {granted:.2f}, {of_share:.2f} of its share,")
+        words[-1] += f" gap {gap:.0f} ms)"
     chosen = medians["ours chosen"]
     for label, prefix in (("best fixed", "ours "), ("other", "other chosen"), ("llama.cpp", "llama.cpp")):
         rest = [value for name, value in medians.items() if name.startswith(prefix) and name != "ours chosen"]
         if rest:
             words.append(f"{chosen / max(rest):.2f} of {label}")
+    best = max(rate for name, rate in alone.items() if name.startswith("ours"))
+    words.append(f"{chosen / share / best:.2f} of the fair share")
     return ", ".join(words)
 
 
@@ -288,6 +350,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of the first window of what chooses itself")
     parser.add_argument("--peer-python", help="a Python that has xllamacpp or llama-cpp-python")
+    parser.add_argument("--peer-threads", type=numbers, default=[], help="as --threads")
     parser.add_argument("--other", help="a folder with another localinfer (pip install --target)")
     parser.add_argument("--other-threads", type=numbers, default=[])
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -299,21 +362,25 @@ def main() -> None:
         return
     with ExitStack() as stack:
         engines = [stack.enter_context(engine) for engine in engines_of(options)]
+        alone: dict[str, dict[str, float]] = {workload: {} for workload in options.workloads}
         for nice in options.nice:
             for count in options.busy:
                 if not count and nice != options.nice[0]:
                     continue
                 for workload in options.workloads:
-                    found: dict[str, list[float]] = {engine.name: [] for engine in engines}
+                    found: dict[str, list[Window]] = {engine.name: [] for engine in engines}
                     with busy(count, nice):
                         for turn in range(-1, options.rounds):
                             for engine in engines[:: 1 if turn % 2 else -1]:
                                 settles = turn < 0 and engine.name.endswith("chosen")
-                                rate = engine.measure(workload, options.settle if settles else options.seconds)
+                                window = engine.measure(workload, options.settle if settles else options.seconds)
                                 if turn >= 0:
-                                    found[engine.name].append(rate)
+                                    found[engine.name].append(window)
                     load = os.getloadavg()[0]
-                    print(f"{workload}, {count} busy, nice {nice}, load {load:.1f}: {report(found)}", flush=True)
+                    print(
+                        f"{workload}, {count} busy, nice {nice}, load {load:.1f}: {report(found, alone[workload])}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

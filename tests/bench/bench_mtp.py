@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from localinfer.engine.cache.block_hashes import NO_SALT
 from localinfer.engine.cache.sequence import SequenceCache
 from localinfer.engine.engine import Engine
 from localinfer.engine.sampling.sampler import MAX_DRAFT_TOKENS, SamplingParams, SamplingPlan
@@ -99,8 +100,8 @@ class ScriptedDrafter(MTPDrafter):
         self.reference: TokenIds = np.zeros(0, np.int32)
         self.is_right: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-    def begin(self, plan: SamplingPlan) -> "ScriptedText":
-        """Follow one generation."""
+    def begin(self, plan: SamplingPlan, salt: bytes = NO_SALT) -> "ScriptedText":
+        """Follow one generation, as `MTPDrafter` does."""
         return ScriptedText(self, plan)
 
 
