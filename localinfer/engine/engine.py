@@ -122,14 +122,13 @@ class Engine:
         return self._cache.snapshot_stats
 
     def check_generates(self) -> None:
-        """Raise RequestError for an encoder, which has no next token."""
-        if self._is_encoder:
-            config = self._model.config
-            does, ways = (
-                ("decides about", "decide") if config.num_decision_layers else ("embeds or ranks", "embed or rerank")
-            )
+        """Raise RequestError for an encoder, which has no next token, and for what only decides."""
+        config = self._model.config
+        if self._is_encoder or config.only_decides:
+            does, ways = ("decides about", "decide") if config.only_decides else ("embeds or ranks", "embed or rerank")
+            kind = "an encoder" if self._is_encoder else "made for decisions"
             raise RequestError(
-                f"this model is an encoder ({config.architecture}): it {does} texts and generates none; use {ways}, or "
+                f"this model is {kind} ({config.architecture}): it {does} texts and generates none; use {ways}, or "
                 "load a model that generates"
             )
 

@@ -69,7 +69,7 @@ def decision_model(
     Raises: UnsupportedFormatError for one that was made to decide in a way that is not run.
     """
     from localinfer.generation.decision_heads import decision_head
-    from localinfer.generation.decision_readouts import TEMPLATE_KEY, TrainedDecisionModel, decision_type
+    from localinfer.generation.decision_readouts import JOINT, TEMPLATE_KEY, TrainedDecisionModel, decision_type
     from localinfer.models.text.chat_template import ChatTemplate
 
     tokenizer = model.tokenizer
@@ -79,6 +79,10 @@ def decision_model(
     if kind is None and "decisions" not in model.capabilities:
         return CalibratedDecisionModel(DecisionModel(engine, chats(), tokenizer, media), model.file)
     template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
+    if kind in JOINT:
+        from localinfer.generation.decision_joint import JointDecisionModel, JointHead
+
+        return JointDecisionModel(engine, tokenizer, template, model.file.metadata, JointHead(engine, model))
     head = decision_head(str(kind), engine, model)
     trained = TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)
     return CalibratedDecisionModel(trained, model.file)

@@ -234,10 +234,10 @@ class MaskHead:
                 f"{prefix}.block_count is not in the file, or is not read for this architecture; wanted the number of "
                 "the head's layers, as a current converter of llama.cpp writes it"
             )
-        self._most = _positive(metadata, f"{prefix}.max_head_tokens")
+        self._most = positive(metadata, f"{prefix}.max_head_tokens")
         size = model.tokenizer.vocab_size
         self._mask, self._separator = (
-            _positive(metadata, f"{PREFIX}{role}_token_id", size) for role in ("mask", "seperator")
+            positive(metadata, f"{PREFIX}{role}_token_id", size) for role in ("mask", "seperator")
         )
         self.marker = model.tokenizer.token_text(self._mask)
         width = model.config.hidden_size
@@ -296,7 +296,7 @@ class MaskHead:
             self._pooler.close()
 
 
-def _positive(metadata: Mapping[str, object], key: str, limit: int = 1 << 30) -> int:
+def positive(metadata: Mapping[str, object], key: str, limit: int = 1 << 30) -> int:
     """A setting of a head. Raises: UnsupportedFormatError if it is not a number above 0."""
     found = metadata.get(key)
     if not isinstance(found, Integral) or isinstance(found, bool) or not 0 < int(found) < limit:
@@ -317,12 +317,16 @@ def head_info(model: "Model", name: str) -> TensorRecord:
     return info
 
 
-def head_tensor(model: "Model", name: str, shape: tuple[int, ...] | None = None) -> FloatArray:
-    """A tensor of a head as float32. Raises: CorruptFileError if it is missing, or has another shape than this one."""
+def head_tensor(model: "Model", name: str, *shapes: tuple[int, ...]) -> FloatArray:
+    """A tensor of a head as float32, in the first of these shapes.
+
+    Raises: CorruptFileError if it is missing, or has none of them.
+    """
     info = head_info(model, name)
-    if shape is not None and info.shape != shape:
-        raise CorruptFileError(f"{name} has shape {info.shape}; wanted {shape}. Convert the model again.")
-    return np.array(dequantize(model.file.tensor_bytes(name), info.type, info.shape))
+    if shapes and info.shape not in shapes:
+        raise CorruptFileError(f"{name} has shape {info.shape}; wanted {shapes[0]}. Convert the model again.")
+    found = np.array(dequantize(model.file.tensor_bytes(name), info.type, info.shape))
+    return found.reshape(shapes[0]) if shapes else found
 
 
 def decision_head(kind: str, engine: Engine, model: "Model") -> DecisionHead | None:

@@ -74,6 +74,8 @@ class Readout:
     """True if a choice is asked once more with its options in the reverse order, and averaged."""
     sorts_keys: bool = False
     """True if keys of objects are sorted, as in training."""
+    sorts_choices: bool = False
+    """True if a choice shows its options in the order of their names."""
     lists_questions: bool = False
     """True if each prompt lists all questions of the request."""
     flattens: bool = False
@@ -103,6 +105,8 @@ READOUTS = {
 """The types that are read by labels."""
 HEADS = {"kev": Readout(codes=(), flattens=True), "laya": Readout(codes=())}
 """The types that have a head."""
+JOINT = {"clef": Readout(codes=(), true_first=True, sorts_choices=True, knows_labels_only=True)}
+"""The types whose head reads all questions at once."""
 
 _PROBE = YesNo(instructions="?")
 """A question that begins like no other: what it shares with others is the state."""
@@ -117,7 +121,7 @@ def decision_type(metadata: Mapping[str, object]) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
     """A question as it is asked once."""
 
     token_ids: NDArray[np.int32]
@@ -145,11 +149,11 @@ class TrainedDecisionModel:
     ) -> None:
         """template: that of `TEMPLATE_KEY`. head: the model's, for types that have one."""
         kind = decision_type(metadata)
-        readout = (READOUTS if head is None else HEADS).get(str(kind))
+        readout = (READOUTS | JOINT if head is None else HEADS).get(str(kind))
         if readout is None:
             raise UnsupportedFormatError(
                 f"this model decides by a head of type {kind!r}, which is not run; wanted "
-                f"{', '.join((*READOUTS, *HEADS))}, or any chat model"
+                f"{', '.join((*READOUTS, *HEADS, *JOINT))}, or any chat model"
             )
         if template.is_fallback:
             raise UnsupportedFormatError(
@@ -162,7 +166,7 @@ class TrainedDecisionModel:
         encoded = [(code, tokenizer.encode(code, add_special=False, parse_special=False)) for code in readout.codes]
         singles = [(code, ids[0]) for code, ids in encoded if len(ids) == 1]
         needed = len(readout.codes) if not readout.names_labels else max(2, readout.num_ratings or 0)
-        if head is None and not readout.labels_each and len(singles) < needed:
+        if readout.codes and len(singles) < needed:
             raise UnsupportedFormatError(
                 f"{len(singles)} labels of type {kind!r} are single tokens of this vocabulary; wanted {needed} or more"
             )
@@ -186,10 +190,7 @@ class TrainedDecisionModel:
     ) -> Decisions:
         """As `DecisionModel.decide`; messages are the state, as JSON. Raises: RequestError for `orders`, too: the model
         was trained for its own."""
-        check_request(state, questions, messages, on_encoded, may_lack_state=self._readout.may_lack_state)
-        if orders != 1:
-            raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
-        salt = salt_of(cache_salt)
+        salt = self._check(state, questions, messages, orders, cache_salt, on_encoded)
         about = state if messages is None else [dict(message) for message in messages]
         if messages is not None:
             # Pictures are no JSON, and nothing reads them.
@@ -218,7 +219,22 @@ class TrainedDecisionModel:
             computed_tokens=scores.computed_tokens,
         )
 
-    def _prompts(self, state: Any, name: str, questions: Mapping[str, Question]) -> list[_Prompt]:
+    def _check(
+        self,
+        state: Content,
+        questions: Mapping[str, Question],
+        messages: Messages | None,
+        orders: int,
+        cache_salt: str | None,
+        on_encoded: Callable[[int], object] | None,
+    ) -> bytes:
+        """Check a request; return its salt."""
+        check_request(state, questions, messages, on_encoded, may_lack_state=self._readout.may_lack_state)
+        if orders != 1:
+            raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
+        return salt_of(cache_salt)
+
+    def _prompts(self, state: Any, name: str, questions: Mapping[str, Question]) -> list[Prompt]:
         """The prompts of one question."""
         question = checked_question(questions[name])
         options, readout = self._options(question), self._readout
@@ -235,10 +251,10 @@ class TrainedDecisionModel:
         prompts = []
         for is_reversed in (False, True)[: 1 + (readout.reverses_choices and isinstance(question, Choice))]:
             ids = self._encode(state, name, question, questions, is_reversed=is_reversed)
-            read = None if self._head is None else self._head.lay_out(ids, len(options), _kind(question))
+            read = None if self._head is None else self._head.lay_out(ids, len(options), kind_of(question))
             token_ids = np.array(ids, np.int32) if read is None else read.token_ids
             temperature = self._temperature(question, len(options))
-            prompts.append(_Prompt(token_ids, labels, groups, read, outputs, temperature, is_reversed))
+            prompts.append(Prompt(token_ids, labels, groups, read, outputs, temperature, is_reversed))
         return prompts
 
     def _encode(
@@ -256,10 +272,10 @@ class TrainedDecisionModel:
         if readout.flattens:
             values |= {name: flat_text(values[name]) for name in ("state", "instructions")}
         if self._head is not None and self._head.marker:
-            values = _without(values, self._head.marker)
+            values = replaced(values, self._head.marker, " ")
         if readout.lists_questions:
             values["questions"] = [self._asked(other, checked_question(one)) for other, one in questions.items()]
-        values = _sorted(values) if readout.sorts_keys else values
+        values = sorted_keys(values) if readout.sorts_keys else values
         segments = self._template.render_segments(
             [], self._tokenizer.special_spellings, add_generation_prompt=True, **values, images=[]
         )
@@ -277,7 +293,7 @@ class TrainedDecisionModel:
             if self._readout.flattens:
                 key, description = flat_text(key), None if description is None else flat_text(description)
             options.append({"key": key, "description": description, **label})
-        return {"id": name, "type": _kind(question), "instructions": question.instructions, "options": options}
+        return {"id": name, "type": kind_of(question), "instructions": question.instructions, "options": options}
 
     def _options(self, question: Question) -> list[tuple[str, Any]]:
         """Names and descriptions in the order of the labels."""
@@ -286,7 +302,8 @@ class TrainedDecisionModel:
                 both = [("false", question.no), ("true", question.yes)]
                 return both[::-1] if self._readout.true_first else both
             case Choice():
-                return list(question.options.items())
+                options = list(question.options.items())
+                return sorted(options, key=lambda one: one[0]) if self._readout.sorts_choices else options
             case Score():
                 return [(str(index), level) for index, level in enumerate(question.levels)]
 
@@ -335,10 +352,10 @@ class TrainedDecisionModel:
 
     def _temperature(self, question: Question, num_options: int) -> float:
         bucket = next(name for most, name in self._readout.buckets if num_options <= most)
-        kind = _kind(question)
+        kind = kind_of(question)
         return self._temperatures.get(f"{kind}.{bucket}", self._temperatures.get(kind, 1.0))
 
-    def _answer(self, question: Question, prompts: list[_Prompt], found: Iterator[NDArray[np.float64]]) -> Answer:
+    def _answer(self, question: Question, prompts: list[Prompt], found: Iterator[NDArray[np.float64]]) -> Answer:
         """The answer, from log probabilities of labels, or scores, of each of a question's prompts."""
         total, mass = np.zeros(prompts[0].num_outputs), 0.0
         for prompt in prompts:
@@ -357,10 +374,13 @@ class TrainedDecisionModel:
             else:
                 yes = float(probabilities[0 if self._readout.true_first else 1])
             probabilities = np.array([yes, 1 - yes])
+        elif isinstance(question, Choice) and self._readout.sorts_choices:
+            shown_at = {key: index for index, (key, _) in enumerate(self._options(question))}
+            probabilities = probabilities[[shown_at[key] for key in question.options]]
         return answer_of(question, probabilities.tolist(), min(1.0, mass / len(prompts)))
 
 
-def _kind(question: Question) -> str:
+def kind_of(question: Question) -> str:
     """The System One API's name of a question's type."""
     return {YesNo: "noul", Choice: "choice", Score: "score"}[type(question)]
 
@@ -377,23 +397,23 @@ def _temperatures(metadata: Mapping[str, object]) -> dict[str, float]:
     return found
 
 
-def _sorted(value: Any) -> Any:
+def sorted_keys(value: Any) -> Any:
     """JSON with the keys of every object in order."""
     if isinstance(value, Mapping):
-        return {key: _sorted(value[key]) for key in sorted(value)}
+        return {key: sorted_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list | tuple):
-        return [_sorted(one) for one in value]
+        return [sorted_keys(one) for one in value]
     return value
 
 
-def _without(value: Any, text: str) -> Any:
-    """JSON with a space in place of a text in all that it says."""
+def replaced(value: Any, text: str, by: str) -> Any:
+    """JSON with another text in place of one, in keys too."""
     if isinstance(value, str):
-        return value.replace(text, " ")
+        return value.replace(text, by)
     if isinstance(value, Mapping):
-        return {key: _without(one, text) for key, one in value.items()}
+        return {replaced(key, text, by): replaced(one, text, by) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_without(one, text) for one in value]
+        return [replaced(one, text, by) for one in value]
     return value
 
 

@@ -61,7 +61,7 @@ class TextEmbedder:
         truncate: bool,
     ) -> list[FloatArray]:
         """A vector of each prompt, float32[size], or with pooling "none" of each token, float32[T, size]."""
-        if self._model.config.num_decision_layers and pooling != "none":
+        if self._model.config.only_decides and pooling != "none":
             raise RequestError("this model answers decisions, and its states are no vectors of texts; use decide")
         normalize = check_flag("normalize", normalize)
         chosen = self._pooling(pooling)

@@ -526,7 +526,7 @@ def _judge_scales(figures: list[TensorFigures]) -> Iterator[Finding]:
 
 _MOST_LAYERS = 4
 _NORM = re.compile(r"(?:attn|ffn|post_attention|post_ffw)_norm")
-_STORED_WITH_ONE = ("gemma", "qwen35", "qwen3next", "nemotron", "step35", "minimax-m3")
+_STORED_WITH_ONE = ("clef", "gemma", "qwen35", "qwen3next", "nemotron", "step35", "minimax-m3")
 """Parts of names of architectures whose checkpoints have norm weights around 0, to which conversion adds 1."""
 _MOST_NEGATIVE = 0.2
 """Share of negative weights in every layer's norm: a multiple of those that trained models have after the first layer

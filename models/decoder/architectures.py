@@ -131,7 +131,7 @@ ARCHITECTURES: Registry[str, Architecture | Callable[[ModelConfig], Architecture
         ).split(),
         f"{_HERE}.hybrid_architectures:LATENT": ("deepseek2 deepseek32 glm-dsa minicpm3 mistral4 plm").split(),
         f"{_HERE}.hybrid_architectures:RECURRENT_ARCHITECTURES": (
-            "bailingmoe3 kimi-linear lfm2 lfm2moe lfm3 minimax-01 olmo-hybrid qwen35 qwen35moe qwen3next rwkv7"
+            "bailingmoe3 clef kimi-linear lfm2 lfm2moe lfm3 minimax-01 olmo-hybrid qwen35 qwen35moe qwen3next rwkv7"
         ).split(),
         f"{_HERE}.hybrid_architectures:STATE_SPACE_ARCHITECTURES": (
             "falcon-h1 granitehybrid jamba mamba mamba2 nemotron_h nemotron_h_moe plamo2 zamba2"

@@ -449,7 +449,7 @@ _MAX_BETA_SCALE = 2.0
 
 ALL_LAYERS = ("mamba", "mamba2", "rwkv7")
 """Architectures without attention."""
-BY_INTERVAL = {"minimax-01": 8, "olmo-hybrid": 4, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
+BY_INTERVAL = {"clef": 4, "minimax-01": 8, "olmo-hybrid": 4, "qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 """Architectures where every few layers one has attention, and the default number of those few."""
 BY_KV_HEADS = (
     "bailingmoe3",

@@ -150,6 +150,11 @@ class ModelConfig:
         """Return whether positions see later ones, so that a text is computed in one batch and continues nothing."""
         return self.architecture in BIDIRECTIONAL
 
+    @property
+    def only_decides(self) -> bool:
+        """True if a head for decisions takes the place of an output matrix, so that nothing else can be asked."""
+        return self.architecture == "clef" or self.num_decision_layers > 0
+
     @classmethod
     def from_metadata(
         cls,
@@ -412,7 +417,7 @@ class _Check:
             raise self.reader.contradiction(key, found, f"the {size} {kind} of {name}")
 
 
-_GATED_ATTENTION = ("qwen3next", "qwen35", "qwen35moe")
+_GATED_ATTENTION = ("clef", "qwen3next", "qwen35", "qwen35moe")
 """Architectures whose queries come with a gate of the same size for each head."""
 
 

@@ -363,9 +363,11 @@ RECURRENT_ARCHITECTURES: dict[str, Architecture | Callable[[ModelConfig], Archit
         stream_weight=config.residual_scale or 1.0, mixers=_mixers(config, Mixer.LIGHTNING)
     ),
     "olmo-hybrid": _olmo_hybrid,
-    # Qwen3.5: value heads in another order.
-    "qwen35": lambda config: replace(_qwen3_next(config), tiles_value_heads=True, interleaves_axes=True),
-    "qwen35moe": lambda config: replace(_qwen3_next(config), tiles_value_heads=True, interleaves_axes=True),
+    # Qwen3.5: value heads in another order. Clef: the same, with a head that decides about a whole prompt.
+    **dict.fromkeys(
+        ("clef", "qwen35", "qwen35moe"),
+        lambda config: replace(_qwen3_next(config), tiles_value_heads=True, interleaves_axes=True),
+    ),
     "qwen3next": _qwen3_next,
     # RWKV-7 (arXiv 2503.14456): recurrent layers alone, without positions.
     "rwkv7": lambda config: Architecture(

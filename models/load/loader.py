@@ -617,7 +617,7 @@ def read_config(file: ModelFile, *, with_draft_layers: bool = False) -> ModelCon
 
 def capabilities(config: ModelConfig, metadata: Mapping[str, object]) -> tuple[str, ...]:
     """Tasks of a model: "completion", "chat", "embeddings", "rerank"; "decisions" where it does nothing else."""
-    if config.num_decision_layers:
+    if config.only_decides:
         return ("decisions",)
     is_reranker = read_pooling(metadata) is Pooling.RANK
     if read_pooling(metadata) is Pooling.LATE:

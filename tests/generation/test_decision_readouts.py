@@ -174,7 +174,7 @@ def test_answers_do_not_depend_on_company_or_cache(llm: localinfer.LLM) -> None:
 
 
 def test_what_such_a_model_cannot_do_is_said(llm: localinfer.LLM) -> None:
-    for kind in ("kev", "laya", "clef", "gliner", "strands", "lfm2-d1-omni"):
+    for kind in ("kev", "laya", "gliner", "strands", "lfm2-d1-omni"):
         with pytest.raises(UnsupportedFormatError, match=f"type '{kind}'"):
             deciding(llm, kind)
     with pytest.warns(UserWarning), pytest.raises(UnsupportedFormatError, match=TEMPLATE_KEY):
