@@ -101,13 +101,23 @@ def llama_shapes(
     return shapes
 
 
-def write_random_tensors(writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-    """Write float32 weights of a size that keeps activations what they are, all metadata, and close the file."""
+def write_random_tensors(
+    writer: gguf.GGUFWriter,
+    shapes: dict[str, tuple[int, ...]],
+    seed: int,
+    matrix_type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> None:
+    """Write weights of a size that keeps activations what they are, all metadata, and close the file.
+
+    matrix_type: the type of matrices; vectors are float32.
+    """
     rng = np.random.default_rng(seed)
     for name, shape in shapes.items():
         values = rng.standard_normal(shape, dtype=np.float32)
         values = 1 + values / 10 if name.endswith("norm") else values / np.sqrt(shape[-1])
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+        stored_type = matrix_type if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+        stored = gguf.quants.quantize(values.astype(np.float32), stored_type)
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=stored_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -78,6 +78,11 @@ def app(
     settings = ServerSettings(kept_responses=_NO_RESPONSES, serves_page=False) if settings is None else settings
     if not isinstance(settings, ServerSettings):
         raise RequestError(f"settings is {shown(settings)}; give localinfer's ServerSettings, or None")
+    if settings.compacts_chats:
+        raise RequestError(
+            "settings has compacts_chats, which replicas cannot: one that resumes a lost reply knows the prompt, and not "
+            "the summary in it; leave it False, or let the client compact (`/v1/responses/compact`)"
+        )
     _check_numbers(
         replicas=(replicas, 1, int),
         cpus=(cpus, 0, float),

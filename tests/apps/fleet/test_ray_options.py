@@ -79,6 +79,7 @@ def test_replicas_leave_the_limits_of_tokens_to_the_ingress_and_keep_the_rest() 
         ({"autoscaling": {"x": 1}}, "which Serve does not know"),
         ({"autoscaling": {"min_replicas": -1}}, "is refused by Serve"),
         ({"settings": 4}, "settings is 4"),
+        ({"settings": ServerSettings(compacts_chats=True)}, "compacts_chats, which replicas cannot"),
         ({"model": 4}, "model is 4"),
         ({"name": ""}, "name is ''"),
     ],

@@ -67,10 +67,19 @@ TEMPLATE = """\
 """
 
 
-def write_agent_model(path: Path, *, layers: int = 1, heads: int = 2, head_size: int = HEAD_SIZE) -> Path:
+def write_agent_model(
+    path: Path,
+    *,
+    layers: int = 1,
+    heads: int = 2,
+    head_size: int = HEAD_SIZE,
+    kv_heads: int | None = None,
+    feed_forward: int | None = None,
+    matrix_type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
     """Write a llama with the demo model's vocabulary, as wide as its heads are together; return its path."""
-    hidden, kv_size = heads * head_size, max(1, heads // 4) * head_size
-    feed_forward = hidden if layers == 1 else 3 * hidden
+    hidden, kv_size = heads * head_size, (kv_heads or max(1, heads // 4)) * head_size
+    feed_forward = feed_forward or (hidden if layers == 1 else 3 * hidden)
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("agent-test")
     writer.add_block_count(layers)
@@ -96,7 +105,7 @@ def write_agent_model(path: Path, *, layers: int = 1, heads: int = 2, head_size:
     writer.add_eot_token_id(3)
     writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
-    write_random_tensors(writer, llama_shapes(len(tokens), hidden, feed_forward, kv_size, layers), seed=7)
+    write_random_tensors(writer, llama_shapes(len(tokens), hidden, feed_forward, kv_size, layers), seed=7, matrix_type=matrix_type)
     return path
 
 

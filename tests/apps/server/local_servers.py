@@ -59,7 +59,7 @@ class ServedModel:
         """Send bytes and read what comes until the server closes or falls silent."""
         with self.connect() as connection:
             connection.sendall(request)
-            return read_all(connection)
+            return read_all(connection, seconds(0.3))
 
 
 def read_all(connection: socket.socket, seconds: float = 1.2) -> bytes:

@@ -156,6 +156,11 @@ def test_the_conversation_is_not_read_again(served: ServedModel) -> None:
 CHAT = "/v1/chat/completions"
 
 
+def counted(metrics: str, name: str) -> float:
+    """A counter of `/metrics`, over all models."""
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(f"localinfer_{name}_total"))
+
+
 def test_a_server_that_compacts_sums_a_long_history_up_once(tmp_path: Path) -> None:
     """Its clients send all of it each time, by any API; a restart changes nothing, and another client finds nothing."""
     scripts: dict[str, Any] = {"summary": b"The gist."}
@@ -195,7 +200,15 @@ def test_a_server_that_compacts_sums_a_long_history_up_once(tmp_path: Path) -> N
         assert later["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"]
         assert asked(alice, said, PATH)["compaction"] == none
         assert asked(alice, said[1:], "/v1/messages", system="Be exact.")["compaction"] == none
-        assert asked(bob, said)["compaction"]["completion_tokens"] == 10
+        before = alice.get("/metrics").text
+        written = asked(bob, said)
+        assert written["compaction"]["completion_tokens"] == 10
+        for name, count in (
+            ("summaries", 1),
+            ("prompt_tokens", written["prompt_tokens"] + written["compaction"]["prompt_tokens"]),
+            ("completion_tokens", written["completion_tokens"] + 10),
+        ):
+            assert counted(alice.get("/metrics").text, name) - counted(before, name) == count, name
         edited = [said[0], {"role": "user", "content": "Another. " * 70}, *said[2:]]
         events = named_events(alice.post(PATH, json={**ASK, "input": edited, "stream": True}))
         assert events[-1]["response"]["usage"]["compaction"]["completion_tokens"] == 10

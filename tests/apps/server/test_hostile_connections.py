@@ -1,14 +1,18 @@
 """Connections that are no requests, never end, or come by the hundred: limits hold, and others are answered."""
 
+import asyncio
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from local_servers import STORY, read_all
 
+from localinfer.apps.server.transport.connection import Connection, _DrainingTransport
 from localinfer.apps.server.transport.settings import ServerSettings
 from tests.support.limits import seconds, wait_until
 
@@ -145,6 +149,54 @@ def test_body_that_never_ends_meets_its_deadline(served, rest):
     reply = served.exchange(HEAD + rest)
     assert status_and_error(reply)[0] == 408
     assert time.perf_counter() - began < seconds(4)
+
+
+def test_body_that_came_while_the_server_was_held_up_is_read(served, monkeypatch):
+    """Longer than the deadline of bodies, by other work on the event loop; the client was in time."""
+    body = json.dumps({"content": "hello " * 30_000}).encode()
+    head = HEAD.replace(b"/v1/chat/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
+    is_held_up, is_sent = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        is_held_up.set()
+        is_sent.wait(seconds(10))
+        time.sleep(2 * served.server.settings.body_seconds)
+
+    def resume_body(connection: Connection) -> None:
+        resume(connection)
+        connection.loop.call_soon(hold_up)
+
+    resume = Connection.resume_body
+    monkeypatch.setattr(Connection, "resume_body", resume_body)
+    with served.connect() as connection:
+        connection.sendall(head + body[:10])
+        assert is_held_up.wait(seconds(10))
+        sender = threading.Thread(target=connection.sendall, args=(body[10:],))
+        sender.start()
+        sender.join(0.2)
+        is_sent.set()
+        connection.settimeout(seconds(10))
+        assert connection.recv(1 << 12).startswith(b"HTTP/1.1 200")
+        sender.join()
+
+
+def test_writing_to_a_client_that_left_warns_of_nothing(caplog):
+    """As asyncio's transports would, where many events of a stream are written at once."""
+
+    async def write(wraps: bool) -> int:
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+        theirs.close()
+        written = _DrainingTransport(transport, SimpleNamespace(is_draining=False)) if wraps else transport
+        caplog.clear()
+        for _ in range(10):
+            written.write(b"data: x\n\n")
+        transport.abort()
+        await asyncio.sleep(0)
+        return sum("socket.send() raised" in record.message for record in caplog.records)
+
+    assert asyncio.run(write(False)) > 0, "asyncio warns of it"
+    assert asyncio.run(write(True)) == 0
 
 
 def test_body_longer_than_its_length_is_cut_there_and_its_rest_is_no_request(served):

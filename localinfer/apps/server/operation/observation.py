@@ -262,6 +262,7 @@ class Metrics:
         self.prompt_tokens = counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"])
         self.cached_tokens = counter("localinfer_cached_prompt_tokens", "Tokens of prompts that were cached", ["model"])
         self.completion_tokens = counter("localinfer_completion_tokens", "Tokens generated", ["model"])
+        self.summaries = counter("localinfer_summaries", "Summaries written of chats; their tokens are counted", ["model"])
         self.drafted = counter("localinfer_drafted_tokens", "Tokens drafted, by place in the draft", ["position"])
         self.accepted = counter(
             "localinfer_accepted_tokens", "Drafted tokens that were accepted, by place in the draft", ["position"]
@@ -312,6 +313,13 @@ class Metrics:
             else:
                 with suppress(KeyError):
                     shown.remove(model)
+
+    def count_summary(self, model: str, stats: "Stats") -> None:
+        """Count what a summary of a chat cost, which is written before a reply and of which the client gets nothing."""
+        self.summaries.labels(model).inc()
+        self.prompt_tokens.labels(model).inc(stats.prompt_tokens)
+        self.cached_tokens.labels(model).inc(stats.cached_tokens)
+        self.completion_tokens.labels(model).inc(stats.completion_tokens)
 
     def count_reply(self, model: str, stats: "Stats", ending: str, latency: "LatencyTracker") -> None:
         """Count what a finished generation cost; its tokens were counted as they came."""

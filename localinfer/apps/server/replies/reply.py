@@ -483,8 +483,11 @@ class _Text:
         for stream in () if self._plan.summaries is None else self._plan.summaries():
             self._begin(stream, self._plan.checks if not is_announced else ())
             is_announced = True
-            for _ in stream:
-                pass
+            try:
+                for _ in stream:
+                    pass
+            finally:
+                self._state.metrics.count_summary(self._model_id, stream.stats)
             _log_cache(self._model_id, stream.stats)
         with closing(self._plan.open()) as stream:
             self._begin(stream, self._plan.checks if not is_announced else self._plan.checks[:1])

@@ -334,7 +334,8 @@ class Bodies:
         body = bytearray()
         parts = request.stream()
         try:
-            deadline = asyncio.get_running_loop().time() + settings.body_seconds
+            # A connection of this server keeps the deadline itself, as it knows when nothing could be read.
+            deadline = None if peer else asyncio.get_running_loop().time() + settings.body_seconds
             while True:
                 async with asyncio.timeout_at(deadline):
                     part = await anext(parts, None)
@@ -347,7 +348,7 @@ class Bodies:
                     if len(body) > LARGE_BYTES and not is_counted:
                         # It comes in chunks of an unknown number.
                         share, is_counted = await self._take(peer, limit), True
-                        deadline = asyncio.get_running_loop().time() + settings.body_seconds
+                        deadline = None if peer else asyncio.get_running_loop().time() + settings.body_seconds
                     if decoder is not None:
                         await asyncio.sleep(0)
             if decoder is not None:

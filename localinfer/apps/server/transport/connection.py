@@ -127,6 +127,8 @@ _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
 
 
 _READ_BYTES = 1 << 16
+_STALL_SECONDS = 0.05
+"""Delay of a deadline from which on this process, and not the client, was late."""
 _LATE_SECONDS, _UNREAD_SECONDS = 1.0, 5.0
 """Behind a fair pace with a body, and not reading an answer: from when on a client must not hold what others need."""
 _DRAIN_SECONDS = 5.0
@@ -235,7 +237,7 @@ class FramingCheck:
 
 
 class _DrainingTransport:
-    """A transport that is closed by its protocol's `close_in_order`, and in all else as it is."""
+    """A transport that is closed by its protocol's `close_in_order`, and takes nothing for a client that has left."""
 
     def __init__(self, transport: asyncio.Transport, protocol: "Connection") -> None:
         self._transport = transport
@@ -243,6 +245,11 @@ class _DrainingTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        # asyncio warns of each write behind one that failed, until the protocol is told in its next turn.
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def close(self) -> None:
         self._protocol.close_in_order(self._transport)
@@ -515,18 +522,31 @@ class Connection(H11Protocol):
             self._request_timer = None
         elif self._request_timer is None or is_in_body is not self._is_in_body:
             self._stop(self._request_timer)
-            seconds = self.settings.body_seconds + 1 if is_in_body else self.settings.header_seconds
-            self._request_timer = self.loop.call_later(seconds, self._time_out)
+            self._wait_for_request(self.settings.body_seconds if is_in_body else self.settings.header_seconds)
         if is_in_body and not self._is_in_body:
             self._since, self._body_bytes = self.loop.time(), 0
         self._is_in_body = is_in_body
 
-    def _time_out(self) -> None:
+    def _wait_for_request(self, seconds: float) -> None:
+        self._request_timer = self.loop.call_later(seconds, self._time_out, self.loop.time() + seconds)
+
+    def _time_out(self, deadline: float) -> None:
         self._request_timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
+        late = self.loop.time() - deadline
+        # Where nothing was read meanwhile, what the client sent may still wait for it. Of a body that comes at a fair
+        # pace more is waited for, however long it is.
+        more = late if late > _STALL_SECONDS else 0.0
+        if self._is_in_body:
+            more = max(more, self.settings.body_seconds - self.seconds_behind())
+        if more > 0 or self.flow.read_paused:
+            self._wait_for_request(max(more, _STALL_SECONDS))
+        elif self.is_receiving:
+            late_body = f"the body did not arrive within {self.settings.body_seconds:g} seconds; send it at once"
+            self._refuse(ApiError(408, late_body, code="request_timeout"))
+        elif not self.is_idle:
             self.transport.abort()
-            return
-        self._refuse(ApiError(408, "the request did not arrive in time; send it at once", code="request_timeout"))
+        else:
+            self._refuse(ApiError(408, "the request did not arrive in time; send it at once", code="request_timeout"))
 
     @staticmethod
     def _stop(timer: asyncio.TimerHandle | None) -> None:

@@ -300,7 +300,7 @@ class ServerSettings(ServerOptions):
     header_seconds: float = 10.0
     """Time for the head of a request."""
     body_seconds: float = 30.0
-    """Time for the whole request."""
+    """Time for the body of a request, beside a second for each MiB of it and what this process was late in reading."""
     slow_reader_seconds: float = 60.0
     """Time that a client may read nothing of a reply."""
     ping_seconds: float = 15.0
