@@ -47,7 +47,7 @@ def main() -> None:
         path = arguments.model or write_agent_model(
             Path(folder) / "compaction.gguf", head_size=64, **(HALF_BILLION if arguments.half_billion else shape)
         )
-        context_length = arguments.tokens * 5 // 4
+        context_length = arguments.tokens * 5 // 4 + 1024
         with localinfer.load(path, context_length=context_length, speculation=arguments.speculation) as llm:
             measure(llm, arguments.tokens)
 

@@ -105,7 +105,9 @@ def write_agent_model(
     writer.add_eot_token_id(3)
     writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
-    write_random_tensors(writer, llama_shapes(len(tokens), hidden, feed_forward, kv_size, layers), seed=7, matrix_type=matrix_type)
+    write_random_tensors(
+        writer, llama_shapes(len(tokens), hidden, feed_forward, kv_size, layers), seed=7, matrix_type=matrix_type
+    )
     return path
 
 

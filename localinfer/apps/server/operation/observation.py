@@ -262,7 +262,9 @@ class Metrics:
         self.prompt_tokens = counter("localinfer_prompt_tokens", "Tokens of prompts", ["model"])
         self.cached_tokens = counter("localinfer_cached_prompt_tokens", "Tokens of prompts that were cached", ["model"])
         self.completion_tokens = counter("localinfer_completion_tokens", "Tokens generated", ["model"])
-        self.summaries = counter("localinfer_summaries", "Summaries written of chats; their tokens are counted", ["model"])
+        self.summaries = counter(
+            "localinfer_summaries", "Summaries written of chats; their tokens are counted", ["model"]
+        )
         self.drafted = counter("localinfer_drafted_tokens", "Tokens drafted, by place in the draft", ["position"])
         self.accepted = counter(
             "localinfer_accepted_tokens", "Drafted tokens that were accepted, by place in the draft", ["position"]
