@@ -76,7 +76,7 @@ for _ in $(seq 300); do
     sleep 1
 done
 "$python" -c "$requests" http://127.0.0.1:18232
-pkill -TERM -P $! || true
+pkill -TERM -f 'localinfer --offline serve' || true # of this namespace of processes
 wait $! || true
 echo "$count commands and a server, $(wc -l <"$folder/calls") calls, to:"
 grep -oE 'sin6?_addr=[a-z_]+\([^)]*\)|inet_pton\([^)]*\)|sun_path=[^,}]*' "$folder/calls" | sort | uniq -c

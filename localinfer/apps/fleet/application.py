@@ -80,8 +80,8 @@ def app(
         raise RequestError(f"settings is {shown(settings)}; give localinfer's ServerSettings, or None")
     if settings.compacts_chats:
         raise RequestError(
-            "settings has compacts_chats, which replicas cannot: one that resumes a lost reply knows its prompt, and not "
-            "the summary in it; leave it out, or let the client compact (`/v1/responses/compact`)"
+            "settings has compacts_chats, which replicas cannot: one that resumes a lost reply knows its prompt, and "
+            "not the summary in it; leave it out, or let the client compact (`/v1/responses/compact`)"
         )
     _check_numbers(
         replicas=(replicas, 1, int),
