@@ -48,7 +48,9 @@ print(count, "requests to", len(document["paths"]), "paths")
 
 count=0
 while read -r line; do
-    eval "traced $line" <<<"Hello" >/dev/null 2>&1 || true
+    status=0
+    eval "traced $line" <<<"Hello" >/dev/null 2>&1 || status=$?
+    echo "status $status: $line"
     count=$((count + 1))
 done <<END
 run -p Hello -n 2
