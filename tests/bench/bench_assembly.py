@@ -50,6 +50,7 @@ PROCESSORS = {
     "golden-cove": Processor("sapphirerapids", 3.7, ISA.AVX512_VNNI, f"{_AVX512},+avx512vbmi", _X86, knows_zeros=False),
     "cascadelake": Processor("cascadelake", 3.1, ISA.AVX512_VNNI, _AVX512, _X86),
     "haswell": Processor("haswell", 3.5, ISA.AVX2, _AVX2, _X86),
+    "znver3": Processor("znver3", 3.4, ISA.AVX2, _AVX2, _X86),
     "n1": Processor("neoverse-n1", 2.5),
     "v2": Processor("neoverse-v2", 2.8),
     "m1": Processor("apple-m1", 3.2),

@@ -15,6 +15,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
     column = emit.builder.mul(block, emit.i64(32))
     records = tile.records(block)
     fifth = tile.load_bits(codes, 256) if layout in (Layout.Q5_0, Layout.Q5_1) else None
+    largest = 15 if fifth is None else 31
 
     if layout is Layout.Q8_0:
         sums = tile.sums([tile.biased_start(record) for record in records])
@@ -38,7 +39,7 @@ def block_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
                     if fifth is not None:
                         nibbles = emit.builder.or_(nibbles, tile.column_bits(fifth, 0, 1, 4 * half + j, 4))
                     chosen = half % len(sums)
-                    sums[chosen] = tile.dot(sums[chosen], nibbles, column, 16 * half + 4 * j)
+                    sums[chosen] = tile.dot(sums[chosen], nibbles, column, 16 * half + 4 * j, largest=largest)
     dots = tile.joined(sums)
     totals = tile.add_dots(totals, dots, scale, records)
     if layout in (Layout.Q4_1, Layout.Q5_1):
@@ -84,7 +85,7 @@ def group_body(tile: Tile, group: Value, totals: list[Value]) -> list[Value]:
                 both = tile.nibbles(loaded, j)
                 for half in halves:
                     chosen = half % len(sums)
-                    sums[chosen] = tile.dot(sums[chosen], both[half], column, 16 * half + 4 * j)
+                    sums[chosen] = tile.dot(sums[chosen], both[half], column, 16 * half + 4 * j, largest=15)
         return tile.add_dots(totals, tile.joined(sums), scale, records)
 
     if blocks == 1:
@@ -108,7 +109,7 @@ def few_bits_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
             tile.prefetch(unit, tile.sizes.unit_bytes, 8 * index + j, 8 * blocks)
             loaded = tile.load_codes(body, (8 * index + j) * bits // 8)
             codes = tile.moved_bits(loaded, j * bits % 8, (1 << bits) - 1, 2 - bits)
-            dots = tile.dot(dots, codes, column, 4 * j)
+            dots = tile.dot(dots, codes, column, 4 * j, largest=2)
         totals = tile.add_dots(totals, dots, scale, records)
     return totals
 
@@ -152,6 +153,7 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
     fifth_bits = body if tile.layout is Layout.Q5_K else None
     codes_start = b.add(body, emit.i64(512)) if fifth_bits is not None else body
     first_unit = b.mul(super_block, emit.i64(4))
+    largest = 15 if fifth_bits is None else 31
 
     def factors(place: Value) -> tuple[Value, Value]:
         return tile.floats(place), b.fneg(tile.floats(place, 32))
@@ -184,7 +186,7 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
                     nibbles = both[half]
                     if fifth is not None:
                         nibbles = b.or_(nibbles, fifth(half))
-                    dots[half] = tile.dot(dots[half], nibbles, column, 32 * half + 4 * j)
+                    dots[half] = tile.dot(dots[half], nibbles, column, 32 * half + 4 * j, largest=largest)
             if held and tile.shares_bytes and emit.is_neon:
                 found = six_bit_scales(tile, header, pair, *held, halves)
             elif scaled is None:
@@ -254,19 +256,22 @@ def q6_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
             ]
             for part in range(2):
                 field = MINUS_8_HALF + 4 * part
-                dots = [[tile.started_from(record, field, shift=2) for record in one] for one in records]
-                for j in range(4 * part, 4 * part + 4):
-                    tile.prefetch(unit, sizes.unit_bytes // 2, 8 * first + j, 16)
-                    loaded = tile.load_codes(codes, j, nibbles_step, nibbles_place)
-                    upper = tile.load_codes(codes, j, 128, 64)
-                    for index, lower in enumerate((tile.low(loaded), tile.high(loaded))):
-                        k = blocks[index]
-                        whole = b.or_(lower, tile.moved_bits(upper, 2 * k, 3, 4))
-                        dots[index] = tile.dot(dots[index], whole, column, 32 * k + 4 * j)
-                for index, k in enumerate(blocks):
-                    code = b.sext(tile.values(scales, I8, 32 + 16 * (2 * k + part)), tile.vector(I32))
-                    scale = emit.mul(d, emit.to_float(code))
-                    totals = tile.add_dots(totals, dots[index], scale, records[index])
+                for indices, again in tile.turns(range(2)):
+                    dots = {i: [tile.started_from(record, field, shift=2) for record in records[i]] for i in indices}
+                    for j in range(4 * part, 4 * part + 4):
+                        tile.prefetch(unit, sizes.unit_bytes // 2, 8 * first + j, 16)
+                        loaded = tile.load_codes(again(codes), j, nibbles_step, nibbles_place)
+                        upper = tile.load_codes(again(codes), j, 128, 64)
+                        for index, lower in enumerate((tile.low(loaded), tile.high(loaded))):
+                            if index not in indices:
+                                continue
+                            k = blocks[index]
+                            whole = b.or_(lower, tile.moved_bits(upper, 2 * k, 3, 4))
+                            dots[index] = tile.dot(dots[index], whole, column, 32 * k + 4 * j, largest=63)
+                    for index in indices:
+                        code = b.sext(tile.values(scales, I8, 32 + 16 * (2 * blocks[index] + part)), tile.vector(I32))
+                        scale = emit.mul(d, emit.to_float(code))
+                        totals = tile.add_dots(totals, dots[index], scale, records[index])
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
@@ -352,7 +357,8 @@ def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[V
                         bits = tile.moved_bits(loaded, 2 * k, 3, place)
                         if upper is not None:
                             bits = b.or_(bits, tile.moved_bits(upper, k, 1, place + 2))
-                        dots[part][index] = tile.dot(dots[part][index], bits, column, 32 * k + 4 * j)
+                        largest = (7 if upper is not None else 3) << place
+                        dots[part][index] = tile.dot(dots[part][index], bits, column, 32 * k + 4 * j, largest=largest)
             for index, k in enumerate(blocks):
                 for t, record in enumerate(records[index]):
                     parts = [_moved_back(tile, dots[part][index][t], k) for part in range(2)]
@@ -377,7 +383,7 @@ def _place(tile: Tile, k: int) -> int:
 
 
 def _moved_back(tile: Tile, dot: Value, k: int) -> Value:
-    place = _place(tile, k)
+    dot, place = tile.emit.dot_total(dot), _place(tile, k)
     return tile.emit.builder.ashr(dot, tile.emit.splat_constant(I32, place, tile.count)) if place else dot
 
 

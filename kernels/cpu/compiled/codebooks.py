@@ -145,7 +145,7 @@ def mxfp4_body(tile: Tile, block: Value, totals: list[Value]) -> list[Value]:
             for half in halves:
                 doubled = emit.lookup(_e2m1_codes(tile), both[half])
                 chosen = half % len(sums)
-                sums[chosen] = tile.dot(sums[chosen], doubled, column, 16 * half + 4 * j)
+                sums[chosen] = tile.dot(sums[chosen], doubled, column, 16 * half + 4 * j, largest=max(E2M1_CODES))
     return tile.add_dots(totals, tile.joined(sums), scale, records)
 
 
@@ -167,7 +167,7 @@ def nvfp4_body(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
                 loaded = tile.load_codes(body, 2 * group + j)
                 for part, nibbles in enumerate(tile.indices(loaded)):
                     doubled = emit.lookup(_e2m1_codes(tile), nibbles)
-                    dots = tile.dot(dots, doubled, column, 16 * half + 8 * part + 4 * j)
+                    dots = tile.dot(dots, doubled, column, 16 * half + 8 * part + 4 * j, largest=max(E2M1_CODES))
             scale = _half_of_e4m3(tile, b.lshr(scales, tile.constant(I32, 8 * group)))
             totals = tile.add_dots(totals, dots, scale, records)
     return totals

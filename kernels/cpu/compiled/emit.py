@@ -8,6 +8,7 @@ the integer dot products differ by instruction set, and those are exact sums, so
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
@@ -63,6 +64,18 @@ def target_isa(context: Any) -> ISA:
 def _converts_halves(context: Any) -> bool:
     """True if the target converts float16 itself; elsewhere LLVM calls a function that no process is sure to have."""
     return is_arm64(context.codegen().magic_tuple()[0]) or "f16c" in _target_features(context)
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """A dot product in the making with AVX2."""
+
+    total: Value
+    """int32 that is there already."""
+    words: list[Value]
+    """Registers of sixteen int16, two to a lane of the total: sums of products that it lacks."""
+    bound: int
+    """Largest magnitude that a word may have."""
 
 
 class Emitter:
@@ -167,6 +180,24 @@ class Emitter:
         same.attributes.add("readnone")
         same.attributes.add("nounwind")
         return same
+
+    def ordered(self, total: Any, address: Value) -> tuple[Any, Value]:
+        """A sum, and an address that LLVM knows only when the sum is there, by no instruction; with AVX2."""
+        chain = isinstance(total, PairSums)
+        registers = total.words if chain else [self.lanes(total, start, 8) for start in range(0, total.type.count, 8)]
+        known = []
+        for register in registers:
+            register, address = self._known_with(register, address)
+            known.append(register)
+        return (PairSums(total.total, known, total.bound) if chain else self.join(known)), address
+
+    def _known_with(self, register: Value, address: Value) -> tuple[Value, Value]:
+        both = ir.LiteralStructType([register.type, address.type])
+        kind = ir.FunctionType(both, [register.type, address.type])
+        found = self.builder.asm(kind, "", "=x,=r,0,1", [register, address], False)
+        found.attributes.add("readnone")
+        found.attributes.add("nounwind")
+        return self.builder.extract_value(found, 0), self.builder.extract_value(found, 1)
 
     def barrier(self) -> None:
         """No instruction, which LLVM moves no load past: what is loaded earlier would need more registers."""
@@ -414,6 +445,31 @@ class Emitter:
             return self._by_parts(total, codes, x, 16, self._sdot)
         return self._dot_generic(total, codes, x)
 
+    def chained(self, total: Any, codes: Value, x: Value, largest: int) -> "PairSums":
+        """`dot_codes` with AVX2 for codes up to `largest`: words hold sums of several products, as many as fit.
+
+        So a product takes two operations, where one that is added to int32 takes three. `dot_total` has the sum.
+        """
+        chain = total if isinstance(total, PairSums) else PairSums(total, [], 0)
+        bound = 2 * largest * 127
+        if chain.bound + bound > 32767:
+            chain = PairSums(self.dot_total(chain), [], 0)
+        pairs = []
+        for start in range(0, codes.type.count, 32):
+            both = [self.lanes(part, start, 32) for part in (codes, x)]
+            pairs.append(self.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), both))
+        if chain.words:
+            pairs = [self.builder.add(before, new) for before, new in zip(chain.words, pairs, strict=True)]
+        return PairSums(chain.total, pairs, chain.bound + bound)
+
+    def dot_total(self, chain: Any) -> Value:
+        """A dot product of `dot_codes` or `chained` as int32."""
+        if not isinstance(chain, PairSums):
+            return chain
+        ones = self.splat_constant(I16, 1, 16)
+        quads = [self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), [words, ones]) for words in chain.words]
+        return self.builder.add(chain.total, self.join(quads))
+
     def dot_biased(self, total: Value, codes: Value, x: Value) -> Value:
         """total[l] += sum of (codes - 128) * x for unsigned codes 0..255, up to `biased_start`."""
         if not self.multiplies_unsigned:
@@ -451,7 +507,7 @@ class Emitter:
         if self.isa is ISA.AVX512_VNNI:
             return self.call("llvm.x86.avx512.pshuf.b.512", vector(I8, 64), [self._bytes(table, 4), codes])
         if self.isa in (ISA.AVX_VNNI, ISA.AVX2):
-            parts = [[self._bytes(table, 2), self.lanes(codes, start, 32)] for start in (0, 32)]
+            parts = [[self._bytes(table, 2), self.lanes(codes, start, 32)] for start in range(0, codes.type.count, 32)]
             return self.join([self.call("llvm.x86.avx2.pshuf.b", vector(I8, 32), part) for part in parts])
         if self.is_neon:
             parts = [[self._bytes(table, 1), self.lanes(codes, start, 16)] for start in range(0, codes.type.count, 16)]

@@ -258,6 +258,9 @@ def _passes(
         if emit.is_neon and _BODIES.get(layout) is not grid_body and (num_rows > 1 or layout in _BY_HALVES):
             is_quarter = num_rows == 4 and layout in (*_BY_QUARTERS, Layout.IQ4_XS)
             count = LANES // 4 if is_quarter else LANES // 2
+        if emit.isa is ISA.AVX2 and num_rows > 2 and layout in _FLOAT_ELEMENT:
+            # Sixteen registers are as many as the sums of even and of odd columns.
+            count = LANES // 2
         for first in range(0, LANES, count):
             parts.append(Tile(emit, layout, tile, columns, rows, first, count))
     return [parts] if is_read_once else [[part] for part in parts]
@@ -323,7 +326,7 @@ def write_totals(
 
 def _is_of_four_rows(layout: int) -> bool:
     """True if a product takes four rows of activations at most."""
-    return layout == Layout.Q4_K and isa.SELECTED is ISA.AVX512_VNNI
+    return isa.SELECTED is ISA.AVX2 or (layout == Layout.Q4_K and isa.SELECTED is ISA.AVX512_VNNI)
 
 
 _MATMUL_BYTES, _PROJECTION_BYTES = MATMUL.num_bytes, PROJECTION.num_bytes
@@ -385,7 +388,10 @@ else:
 
     @emitted(types.int64, LITERAL)
     def _most_rows(emit: Emitter, layout: int) -> Value:
-        """Rows of one product: of Q4_K four, since registers do not hold the sums of eight rows and two blocks."""
+        """Rows of one product: eight, or four where registers do not hold the sums of so many.
+
+        These are all products with AVX2, and with AVX-512 those of Q4_K, which has two blocks in the making.
+        """
         return emit.i64(4 if _is_of_four_rows(layout) else 8)
 
     @compose

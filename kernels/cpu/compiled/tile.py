@@ -21,6 +21,7 @@ from localinfer.kernels.cpu.compiled.emit import (
 )
 from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES
 from localinfer.kernels.jit import isa
+from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import SHARED_LAYOUTS, SHARED_PAIRED_LAYOUTS, SIZES, WHOLE_LAYOUTS, Layout
 
 SCALE, SCALED_SUM, MINUS_8_SUM, MINUS_8_HALF = 0, 4, 8, 12
@@ -100,6 +101,12 @@ class Tile:
         self._loaded: dict[tuple[Any, ...], Value] = {}
         """Activations and addresses of the present turn."""
         self._num_turns = 0
+        self.is_ordered = emit.isa is ISA.AVX2
+        """Loads wait for the products before them: LLVM would load for more products than registers hold."""
+        self._latest: dict[Any, Value] = {}
+        """By block of LLVM's and address: the same address, known when the last product is there."""
+        self._used: list[tuple[Any, Value]] = []
+        """Keys and addresses of what was loaded since then."""
 
     def parts(self, unit: Value) -> tuple[Value, Value]:
         """Addresses of a unit's header and body."""
@@ -158,7 +165,7 @@ class Tile:
             first, count = first // 8 * 8, 8
         offset = start + step * vector_number + 4 * first
         align = min(16 if self.layout is Layout.MXFP4 else 32, 4 * count)
-        return self.emit.load(address, vector(I8, 4 * count), offset, align)
+        return self.emit.load(self._address(address, lambda: address), vector(I8, 4 * count), offset, align)
 
     def load_bits(self, address: Value, offset: int) -> Value:
         """A vector whose bytes have bits of several vectors of codes, for `column_bits`."""
@@ -254,7 +261,9 @@ class Tile:
         turn before: its bytes are read again, from an address of which LLVM does not know that it is the same.
         """
         if not self.emit.is_neon:
-            yield blocks, lambda address: address
+            # AVX2's registers do not hold the dot products of four rows and two blocks. Addresses are new by `_in_order`.
+            for some in [[block] for block in blocks] if self.is_ordered and self.num_rows > 2 else [blocks]:
+                yield some, lambda address: address
             return
         together = self.num_rows == 1 and not self.shares_bytes
         for some in [blocks] if together else [[block] for block in blocks]:
@@ -413,16 +422,45 @@ class Tile:
         return self.of_record(record, I32, field, lambda word: b.add(word, b.ashr(word, I32(1))))
 
     def dot(
-        self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
+        self,
+        dots: list[Value],
+        codes: Value,
+        column: Value,
+        offset: int,
+        product: Callable[..., Value] | None = None,
+        largest: int = 127,
     ) -> list[Value]:
         """dots + codes * the four activations from column + offset on, of every row.
 
-        product: `Emitter.dot_codes`, or another of its dot products.
+        product: `Emitter.dot_codes`, or another of its dot products. largest: code that `dot_codes` is given.
         """
+        if product is None and self.emit.isa is ISA.AVX2:
+            product = functools.partial(self.emit.chained, largest=largest)
         product = product or self.emit.dot_codes
-        return [
+        sums = [
             product(dot, codes, self._bytes4(row, column, offset)) for dot, row in zip(dots, self.rows, strict=True)
         ]
+        return self._in_order(sums) if self.is_ordered else sums
+
+    def _in_order(self, sums: list[Any]) -> list[Any]:
+        """The same sums, which LLVM has made before it loads again from the addresses that these took."""
+        addresses = list(self._used)
+        self._used.clear()
+        for number, (key, address) in enumerate(addresses):
+            t = min(number, len(sums) - 1)
+            sums[t], self._latest[key] = self.emit.ordered(sums[t], address)
+        return sums
+
+    def _address(self, key: Any, address: Callable[[], Value]) -> Value:
+        """The address to load from: the one that came last out of `_in_order`."""
+        if not self.is_ordered:
+            return address()
+        key = (self.emit.builder.block, key)
+        if key not in self._latest:
+            self._latest[key] = address()
+        if all(key != used for used, _ in self._used):
+            self._used.append((key, self._latest[key]))
+        return self._latest[key]
 
     def _bytes4(self, row: Value, column: Value, offset: int) -> Value:
         """Four activation bytes, broadcast to all lanes."""
@@ -436,7 +474,10 @@ class Tile:
                 self._loaded[key] = emit.load(address, vector(I32, width), place, align=4)
             words = emit.shuffle(self._loaded[key], [offset // 4 % width] * self.count)
             return emit.bitcast(words, vector(I8, 4 * self.count))
-        address, place = self.place(row, column, offset)
+        if self.has_pairs:
+            address, place = self.place(row, column, offset)
+        else:
+            address, place = self._address((row, column), lambda: emit.builder.add(row, column)), offset
         word = emit.load(address, I32, place, align=4)
         return emit.bitcast(emit.splat(word, self.count), vector(I8, 4 * self.count))
 
@@ -462,6 +503,7 @@ class Tile:
 
     def number(self, dot: Value) -> Value:
         """A dot product that began as `started` does, as float32."""
+        dot = self.emit.dot_total(dot)
         if self.multiplies_both:
             return self._shared_number(dot)
         emit, count = self.emit, dot.type.count

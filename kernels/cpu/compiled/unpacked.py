@@ -18,11 +18,11 @@ from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout
 
-UNPACKED = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED is ISA.AVX512_VNNI else ()
-"""Layouts that are multiplied so. Of other instruction sets registers do not hold the sums of eight rows in any way."""
-ROWS = 8
+UNPACKED = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in (ISA.AVX512_VNNI, ISA.AVX2) else ()
+"""Layouts that are multiplied so, where that was measured to be faster."""
+ROWS = 4 if isa.SELECTED is ISA.AVX2 else 8
 """Rows of activations of a product."""
-LEAST_ROWS = {Layout.Q4_K: 32, Layout.Q5_K: 16, Layout.Q6_K: 16}
+LEAST_ROWS = {Layout.Q4_K: 16 if isa.SELECTED is ISA.AVX2 else 32, Layout.Q5_K: 16, Layout.Q6_K: 16}
 """Rows from which on a super-block is unpacked: for fewer its bytes are written and read again for too few products."""
 MOST_ROWS = 1024
 """Rows whose totals there is memory for."""
@@ -124,13 +124,15 @@ def load_totals(emit: Emitter, address: Value) -> list[Value]:
 def _add_blocks(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     emit, b = tile.emit, tile.emit.builder
 
+    largest = 15 if tile.layout is Layout.Q4_K else 31
+
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
         block = b.add(b.mul(unit, emit.i64(8)), index)
         codes, place = tile.at(tile.tile, index, 512), tile.at(tile.tile, index, 64)
         column, records = b.mul(block, emit.i64(32)), tile.records(block)
         dots = tile.no_dots(block)
         for j in range(8):
-            dots = tile.dot(dots, tile.load_codes(codes, j), column, 4 * j)
+            dots = tile.dot(dots, tile.load_codes(codes, j), column, 4 * j, largest=largest)
         totals = tile.add_dots(totals, dots, emit.load_floats(place, _SCALES), records)
         return tile.add_minimums(totals, emit.load_floats(place, _MINIMUMS), records)
 
@@ -172,7 +174,8 @@ def _add_six_bits(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
             places = [_STARTS + 64 * row + 4 * (2 * k + part) for row in range(ROWS)]
             dots = [emit.splat(emit.load(starts, I32, place, align=4)) for place in places]
             for j in range(4 * part, 4 * part + 4):
-                dots = tile.dot(dots, tile.load_codes(codes, j, start=512 * k), column, 32 * k + 4 * j)
+                loaded = tile.load_codes(codes, j, start=512 * k)
+                dots = tile.dot(dots, loaded, column, 32 * k + 4 * j, largest=63)
             scale = emit.load_floats(place, _SCALES + 64 * (2 * k + part))
             totals = tile.add_dots(totals, dots, scale, records)
         return totals

@@ -242,6 +242,24 @@ def test_sums_of_the_largest_steps_are_exact(layout: Layout, rows: int, pool: Th
     assert 32 * 127 * LARGEST_STEP < 1 << 22 <= 32 * 127 * (LARGEST_STEP + 1)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [layout for layout in Layout if not is_float(layout) and not layout.name.startswith(("INT", "IQ2", "IQ3"))],
+    ids=lambda layout: layout.name,
+)
+def test_sums_of_the_largest_codes_fit(layout: Layout, pool: ThreadPool) -> None:
+    """Of whole blocks of largest codes, of either sign, and largest activations: AVX2 adds products in 16 bits."""
+    shape = (16, 2 * SIZES[layout].unit)
+    data = random_weights(layout, shape, 33)
+    blocks = data.view(block_dtype(TensorType[layout.name]))
+    for name in {"qs", "qh", "ql", "hmask"} & {*(blocks.dtype.names or ())}:
+        blocks[name][::2], blocks[name][1::2] = 0x77, 0xFF
+    x = np.full((19, shape[1]), 127, np.float32)
+    x[1::2], x[2::4, ::2] = -127, -127
+    found = run_rows(pool, [x], product(linear(pool, layout, data, shape)))
+    assert relative_error(found, x.astype(np.float64) @ decoded(layout, data, shape).T) <= ARITHMETIC_BUDGET
+
+
 def test_infinite_scales_reach_their_own_rows_only(pool: ThreadPool) -> None:
     shape = (16, 64)
     data = random_weights(Layout.MXFP4, shape, 32)
