@@ -261,7 +261,7 @@ class Tile:
         turn before: its bytes are read again, from an address of which LLVM does not know that it is the same.
         """
         if not self.emit.is_neon:
-            # AVX2's registers do not hold the dot products of four rows and two blocks. Addresses are new by `_in_order`.
+            # AVX2's registers hold no dot products of four rows and two blocks. Addresses are new by `_in_order`.
             for some in [[block] for block in blocks] if self.is_ordered and self.num_rows > 2 else [blocks]:
                 yield some, lambda address: address
             return
