@@ -186,7 +186,13 @@ class PairTile(Tile):
         return self.emit.bitcast(joined, vector(I32, self.lanes))
 
     def dot(
-        self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
+        self,
+        dots: list[Value],
+        codes: Value,
+        column: Value,
+        offset: int,
+        product: Callable[..., Value] | None = None,
+        largest: int = 127,
     ) -> list[Value]:
         """As `Tile.dot`, of the eight columns that two calls are for and of half of the rows; codes are signed."""
         emit = self.emit
