@@ -253,7 +253,9 @@ def test_sums_of_the_largest_codes_fit(layout: Layout, pool: ThreadPool) -> None
     data = random_weights(layout, shape, 33)
     blocks = data.view(block_dtype(TensorType[layout.name]))
     for name in {"qs", "qh", "ql", "hmask"} & {*(blocks.dtype.names or ())}:
-        blocks[name][::2], blocks[name][1::2] = 0x77, 0xFF
+        codes = blocks[name]
+        for start, byte in enumerate((0x77, 0xFF)):
+            codes[start::2] = np.frombuffer(bytes([byte]) * codes.itemsize, codes.dtype)[0]
     x = np.full((19, shape[1]), 127, np.float32)
     x[1::2], x[2::4, ::2] = -127, -127
     found = run_rows(pool, [x], product(linear(pool, layout, data, shape)))
