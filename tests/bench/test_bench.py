@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from localinfer.apps.bench import measured_model, roofline
-from localinfer.apps.bench.figures import compare
+from localinfer.apps.bench import measured_model, roofline, worker
+from localinfer.apps.bench.figures import compare, find_walls
 from localinfer.apps.bench.processes import EngineOptions, EngineProcess
 from localinfer.apps.bench.report import render_bench
 from localinfer.apps.cli import main
+from localinfer.apps.cli.bench import PEERS
 from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import OpCost
@@ -57,7 +58,7 @@ def record(model: str) -> dict[str, Any]:
 
 
 def test_json_has_every_figure_and_all_are_possible(record: dict[str, Any]) -> None:
-    assert set(record) == {"model", "machine", "settings", "engines"}
+    assert set(record) == {"model", "machine", "settings", "engines", "walls"}
     assert record["settings"] == {"prompt": 24, "decode": 6, "context": 9, "repetitions": 2}
     assert record["machine"]["threads"] == 2
     assert record["machine"]["read_bytes_per_second"] > 1e8
@@ -76,6 +77,10 @@ def test_json_has_every_figure_and_all_are_possible(record: dict[str, Any]) -> N
     assert ours["kv_bytes_per_token"] > 0
     assert ours["decode_read_share"] > 0
     assert ours["prefill_multiply_share"] > 0
+    for phase, found in record["walls"].items():
+        shares = {"memory": ours[f"{phase}_read_share"], "arithmetic": ours[f"{phase}_multiply_share"]}
+        assert found["reached"] == shares[found["wall"]] == max(shares.values())
+        assert found["moves"]
 
 
 def test_table_shows_the_same_figures(record: dict[str, Any]) -> None:
@@ -87,10 +92,140 @@ def test_table_shows_the_same_figures(record: dict[str, Any]) -> None:
         "peak memory",
         "verifying 8 tokens over 1",
         "ceilings",
+        "the wall of",
+        "what would move it: ",
     ):
         assert words in table
     machine = record["machine"] | {"performance_cores": 4, "efficiency_cores": 6}
     assert "cores: 4 P + 6 E\n" in render_bench({**record, "machine": machine})
+
+
+@pytest.mark.parametrize(
+    ("planted", "free", "phase", "expected", "named", "unnamed"),
+    [
+        (
+            {},
+            0,
+            "decode",
+            ("memory", 0.8, True),
+            ["smaller type", "drafts", "1.10 x"],
+            ["threads", "cache", "programs"],
+        ),
+        ({"kv_bytes_per_token": 50}, 2, "decode", ("memory", 0.8, True), ["--kv-type", "--kv-window"], ["threads"]),
+        (
+            {"verification_cost": {"4": 3.9}},
+            0,
+            "decode",
+            ("memory", 0.8, True),
+            ["smaller type"],
+            ["drafts", "several"],
+        ),
+        ({"decode_read_share": 0.4}, 2, "decode", ("memory", 0.4, False), ["2 of this", "programs"], []),
+        (
+            {"decode_multiply_share": 0.9},
+            1,
+            "decode",
+            ("arithmetic", 0.9, True),
+            ["more threads: 1"],
+            ["programs"],
+        ),
+        ({}, 0, "prefill", ("arithmetic", 0.7, True), ["not computed again"], ["threads", "square", "programs"]),
+        ({"prefill_multiply_share": 0.69}, 3, "prefill", ("arithmetic", 0.69, False), ["threads: 3", "programs"], []),
+        ({"prefill_attention_share": 0.3}, 0, "prefill", ("arithmetic", 0.7, True), ["square"], []),
+        ({"prefill_read_share": 0.75}, 1, "prefill", ("memory", 0.75, True), ["longer prompt"], ["threads", "again"]),
+    ],
+)
+def test_walls_and_what_moves_them_of_planted_figures(
+    record: dict[str, Any],
+    planted: dict[str, Any],
+    free: int,
+    phase: str,
+    expected: tuple[str, float, bool],
+    named: list[str],
+    unnamed: list[str],
+) -> None:
+    figures = {
+        "decode_read_share": 0.8,
+        "decode_multiply_share": 0.2,
+        "prefill_read_share": 0.1,
+        "prefill_multiply_share": 0.7,
+        "prefill_attention_share": 0.05,
+        "kv_bytes_per_token": 5,
+        "weight_bytes_per_token": 100,
+        "verification_cost": {"4": 1.1},
+    }
+    machine = {"read_bytes_per_second": 20.5e9, "multiply_adds_per_second": 99e9}
+    walls = find_walls(figures | planted, machine, free_threads=free)
+    assert tuple(walls[phase][key] for key in ("wall", "reached", "is_near")) == expected
+    moves = "; ".join(walls[phase]["moves"])
+    assert all(word in moves for word in named) and not any(word in moves for word in unnamed)
+    table = render_bench({**record, "walls": walls})
+    rate = "20.5 GB/s read" if expected[0] == "memory" else "99 G multiplications per second"
+    assert (
+        f"{phase} is {'at' if expected[2] else 'below'} the wall of {expected[0]}: {expected[1]:.2f} of {rate}" in table
+    )
+    assert moves in table
+
+
+FAKE_GENAI = """
+import json, os, time
+StreamerBase, StreamingStatus = object, type("StreamingStatus", (), {"RUNNING": 0})
+GenerationConfig = type("GenerationConfig", (), {})
+TokenizedInputs = lambda ids, mask: ids
+def log(*what):
+    with open(os.path.join(os.path.dirname(__file__), "log"), "a") as file:
+        print(json.dumps(what), file=file)
+class LLMPipeline:
+    def __init__(self, path, device, **settings):
+        log("load", settings)
+        if os.path.exists(os.path.join(os.path.dirname(__file__), "refuse")):
+            raise IndexError("map::at")
+    def generate(self, ids, config, streamer):
+        assert config.ignore_eos and not config.do_sample
+        log("generate", ids.shape[1], config.max_new_tokens)
+        for index in range(config.max_new_tokens):
+            time.sleep(0.03 if index == 0 else 0.01)
+            streamer.write(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the fake interpreter is a shell script")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_peer_that_generates_is_measured_and_one_that_cannot_load_says_so(
+    model: str, tmp_path: Path, refuses: bool
+) -> None:
+    (tmp_path / "openvino_genai.py").write_text(FAKE_GENAI)
+    (tmp_path / "openvino.py").write_text("Tensor = lambda array: array")
+    (tmp_path / "openvino_genai-9.1.dist-info").mkdir()
+    (tmp_path / "openvino_genai-9.1.dist-info/METADATA").write_text("Name: openvino-genai\nVersion: 9.1\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    if refuses:
+        (tmp_path / "refuse").touch()
+    words = [*SMALL[:-4], "--repetitions", "1", "--threads", "1", "--compare", "openvino-genai"]
+    with short_rounds(), warm_processes():
+        found = json.loads(run_bench(model, *words, "--peer-python", str(python), "--json")[0])
+    table, peer = render_bench(found), found["engines"]["openvino-genai"]
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    settings = {"INFERENCE_NUM_THREADS": 1, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 128, "ATTENTION_BACKEND": "SDPA"}
+    assert log[0] == ["load", settings]
+    if refuses:
+        assert "ratios" not in found and "IndexError: map::at" in peer["error"]
+        assert "openvino-genai failed" in table and "map::at" in table
+        return
+    # Warm-up, prefill, context and decode; then a start's first token.
+    assert [line[1:] for line in log if line[0] == "generate"] == [[24, 1], [23, 2], [24, 1], [9, 1], [9, 7], [8, 1]]
+    assert peer["version"] == "9.1" and peer["verification_cost"] == {}
+    # What the fake waits at least.
+    assert 0 < peer["prefill_tokens_per_second"]["median"] <= 24 / 0.03
+    assert 0 < peer["decode_tokens_per_second"]["median"] <= 1 / 0.01
+    assert found["ratios"]["decode_tokens_per_second"]["ratio"] > 0
+    assert "openvino-genai 9.1" in table and "unknown" in table
+
+
+def test_every_engine_to_compare_with_can_be_named() -> None:
+    assert {"localinfer", *PEERS} == set(worker.ENGINES)
 
 
 def test_ratios_are_above_one_where_localinfer_is_better(record: dict[str, Any]) -> None:

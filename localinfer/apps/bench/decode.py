@@ -12,11 +12,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localinfer.apps.bench.figures import Record, check_context, compare, model_record, summarize, timing_figures
-from localinfer.apps.bench.processes import OURS, EngineOptions, EngineProcess, check_interpreter
+from localinfer.apps.bench.figures import (
+    Record,
+    check_context,
+    compare,
+    find_walls,
+    model_record,
+    summarize,
+    timing_figures,
+)
+from localinfer.apps.bench.processes import OURS, EngineOptions, EngineProcess, PeerFailedError, check_interpreter
 from localinfer.apps.bench.roofline import measure_machine, measure_read_bandwidth, num_compiled_kernels
 from localinfer.apps.show.describe import describe_file
 from localinfer.errors import RequestError
+from localinfer.models.load.threads import available_threads
 from localinfer.types import ProgressCallback
 
 VERIFIED_ROWS = (1, 4, 8)
@@ -68,8 +77,9 @@ class BenchSettings:
 def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
     """Measure prefill, decode, verification, start and memory; return one JSON-serializable record.
 
-    Keys: model, machine, settings, engines (the figures of each) and, beside a peer, ratios: above 1 where localinfer
-    is better. Raises: LocalinferError.
+    Keys: model, machine, settings, engines (the figures of each; of a peer that cannot load or compute the model, its
+    error), walls (`find_walls`) and, beside a peer, ratios: above 1 where localinfer is better.
+    Raises: LocalinferError.
     """
     check_interpreter(settings.peer_python)
     description = describe_file(settings.model)
@@ -82,12 +92,18 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
         stack.enter_context(ours)
         threads = int(ours.ready["num_threads"])
         machine = measure_machine(threads, progress)
-        processes = {OURS: ours}
+        processes, failed = {OURS: ours}, {}
+        token_ids = random_token_ids(int(ours.ready["vocab_size"]), settings.num_tokens)
+        _warm(ours, token_ids)
         if settings.peer is not None:
             progress(f"starting {settings.peer}", 0, 0)
             peer = replace(options, engine=settings.peer, threads=threads, python=settings.peer_python)
-            processes[settings.peer] = stack.enter_context(EngineProcess(peer))
-        token_ids = random_token_ids(int(ours.ready["vocab_size"]), settings.num_tokens)
+            try:
+                process = stack.enter_context(EngineProcess(peer))
+                _warm(process, token_ids)
+                processes[settings.peer] = process
+            except PeerFailedError as error:
+                failed[settings.peer] = {"error": str(error)}
         results = _measure(processes, token_ids, settings, machine, progress)
     starting = [replace(process.options, threads=threads, streams=True) for process in processes.values()]
     for name, seconds in _measure_starts(starting, token_ids[:_START_TOKENS], settings, progress).items():
@@ -97,9 +113,10 @@ def run_bench(settings: BenchSettings, progress: ProgressCallback) -> Record:
         "model": model_record(description),
         "machine": machine,
         "settings": settings.record("prompt", "decode", "context", "repetitions"),
-        "engines": results,
+        "engines": results | failed,
+        "walls": find_walls(results[OURS], machine, free_threads=available_threads() - threads),
     }
-    if settings.peer is not None:
+    if settings.peer in results:
         record["ratios"] = compare(results[OURS], results[settings.peer])
     return record
 
@@ -168,6 +185,13 @@ def _start_warm(options: EngineOptions) -> tuple[EngineProcess, float | None]:
     return process, max(0.0, cold_seconds - process.ready["load_seconds"])
 
 
+def _warm(process: EngineProcess, token_ids: list[int]) -> None:
+    """Compute a short prompt and a token."""
+    prompt = token_ids[:64]
+    process.ask("compute", start=0, token_ids=prompt)
+    process.ask("decode", start=len(prompt) - 1, token_ids=prompt[:1])
+
+
 def _measure(
     processes: dict[str, EngineProcess],
     token_ids: list[int],
@@ -181,9 +205,6 @@ def _measure(
     start = len(context)
     prefills: dict[str, list[float]] = {name: [] for name in processes}
     decodes: dict[str, list[list[float]]] = {name: [] for name in processes}
-    for process in processes.values():
-        process.ask("compute", start=0, token_ids=prompt[:64])
-        process.ask("decode", start=len(prompt[:64]) - 1, token_ids=prompt[:1])
     for repetition in range(settings.repetitions):
         progress("measuring prefill", repetition, settings.repetitions)
         for name, process in processes.items():
@@ -209,7 +230,7 @@ def _measure(
             sizes=VERIFIED_ROWS,
             repetitions=4 * settings.repetitions,
         )
-        verified = dict(zip(VERIFIED_ROWS, times["seconds"], strict=True))
+        verified = dict(zip(VERIFIED_ROWS, times["seconds"] or (), strict=bool(times["seconds"])))
         results[name] = {
             "version": process.ready["version"],
             "load_seconds": process.ready["load_seconds"],
@@ -225,11 +246,17 @@ def _measure(
     shares = [num_bytes * rate / ceiling for rate, ceiling in zip(rates["values"], ceilings, strict=True)]
     machine["read_bytes_per_second"] = statistics.median(ceilings)
     multiplied = prompt_work["multiply_adds"] / settings.prompt * ours["prefill_tokens_per_second"]["median"]
+    prompt_bytes = prompt_work["weight_bytes"] + prompt_work["kv_bytes"]
+    prompt_seconds = ours["time_to_first_token_seconds"]["median"]
     ours |= {
         "weight_bytes_per_token": token["weight_bytes"],
         "kv_bytes_per_token": token["kv_bytes"],
         "decode_read_bytes_per_second": num_bytes * rates["median"],
         "decode_read_share": statistics.median(shares),
+        "decode_multiply_share": token["multiply_adds"] * rates["median"] / machine["multiply_adds_per_second"],
+        "prefill_read_share": prompt_bytes / prompt_seconds / machine["read_bytes_per_second"],
+        "prefill_attention_share": prompt_work["kv_multiply_adds"]
+        / (prompt_work["kv_multiply_adds"] + prompt_work["multiply_adds"]),
         "prefill_multiply_adds_per_second": multiplied,
         "prefill_multiply_share": multiplied / machine["multiply_adds_per_second"],
     }

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 PERCENTS = (50, 95, 99)
+_NEAR = 0.7
+"""Least share of a ceiling at which a phase is bound by it."""
+_NOTABLE = 0.1
+"""Share of a phase's bytes or multiplications from which on a part is named."""
+_LEAST_GAIN = 0.6
+"""Time of a token verified with three others, over one alone, below which drafts can pay."""
 _LEAST_BEND = 0.05
 """Minimum distance of a knee from the curve's chord, in units of the scaled axes: less is noise."""
 
@@ -39,7 +45,7 @@ def spread(values: Sequence[float]) -> Record | None:
 def timing_figures(
     prompt: int, prefills: Sequence[float], decodes: Sequence[Sequence[float]], verified: Mapping[int, float]
 ) -> Record:
-    """Rates, inter-token latencies, and what verifying several tokens costs over one.
+    """Rates, inter-token latencies, and what verifying several tokens costs over one, if that was measured.
 
     prefills: seconds of each prompt of `prompt` tokens. decodes: seconds of each token of each repetition. verified:
     seconds by the number of tokens.
@@ -69,6 +75,56 @@ def compare(ours: Record, peer: Record) -> Record:
         else:
             ratios[name] = {"ratio": (value / other) ** power}
     return ratios
+
+
+def find_walls(ours: Record, machine: Record, *, free_threads: int) -> Record:
+    """The ceiling that bounds decode and prefill, the share of it that was reached, and what would move the phase.
+
+    ours: localinfer's figures, whose shares are of the ceilings of `machine`, measured in the same run. free_threads:
+    cores that no thread of this run used. Returns, by phase: wall ("memory" or "arithmetic", the one that more is
+    reached of), reached, is_near (the phase is at it), read_share, multiply_share, moves (sentences).
+    """
+    found: Record = {}
+    threads = [f"more threads: {free_threads} of this machine's cores were not used"] if free_threads > 0 else []
+    for phase in ("decode", "prefill"):
+        read, multiply = ours[f"{phase}_read_share"], ours[f"{phase}_multiply_share"]
+        wall, reached = max(("memory", read), ("arithmetic", multiply), key=lambda one: one[1])
+        moves = list(threads) if wall == "arithmetic" or reached < _NEAR else []
+        if phase == "decode":
+            moves += _decode_moves(ours)
+        elif wall == "memory":
+            moves += ["a smaller type of weights", "a longer prompt, whose tokens share each read of the weights"]
+        else:
+            moves += ["a prompt that begins like a former one, whose part is not computed again", "a smaller model"]
+            if ours["prefill_attention_share"] > _NOTABLE:
+                moves += ["a shorter prompt: attention grows with the square of its length"]
+        if reached < _NEAR:
+            moves += [
+                "fewer other programs beside it; `localinfer bench roofline` shows which operations take the time"
+            ]
+        found[phase] = {
+            "wall": wall,
+            "reached": reached,
+            "is_near": reached >= _NEAR,
+            "read_share": read,
+            "multiply_share": multiply,
+            "read_bytes_per_second": machine["read_bytes_per_second"],
+            "multiply_adds_per_second": machine["multiply_adds_per_second"],
+            "moves": moves,
+        }
+    return found
+
+
+def _decode_moves(ours: Record) -> list[str]:
+    """What makes a token read or compute less, by the figures of a decode."""
+    moves = ["a smaller type of weights (`localinfer quantize`)"]
+    if ours["kv_bytes_per_token"] > _NOTABLE * (ours["kv_bytes_per_token"] + ours["weight_bytes_per_token"]):
+        moves += ["a quantized cache (--kv-type q8_0)", "a shorter context (--kv-window)"]
+    cost = ours["verification_cost"]["4"]
+    if cost < _LEAST_GAIN * 4:
+        moves += [f"drafts: four tokens verified at once take {cost:.2f} x one (`localinfer bench speculation`)"]
+        moves += ["several requests at once, which share each read of the weights"]
+    return moves
 
 
 def check_context(description: "FileDescription", needed: int) -> None:

@@ -19,6 +19,8 @@ from localinfer import errors
 from localinfer.errors import BackendUnavailableError, LocalinferError, RequestError
 
 OURS = "localinfer"
+_PACKAGES = {"llama-cpp-python": "'localinfer[bench]'"}
+"""Names that distributions are installed by, where they differ."""
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 _CLOSING_SECONDS = 10.0
@@ -97,6 +99,10 @@ class EngineOptions:
     """As for `localinfer.load`; a peer uses its own default."""
 
 
+class PeerFailedError(BackendUnavailableError):
+    """An engine ended, or cannot load or compute a model."""
+
+
 def check_interpreter(python: str | None) -> None:
     """Refuse what is no program, before anything is measured. Raises: RequestError."""
     if python is not None and shutil.which(python) is None:
@@ -144,7 +150,7 @@ class EngineProcess(ChildProcess):
         assert self._process.stdout is not None, "the process was started with a pipe"
         line = self._process.stdout.readline()
         if not line:
-            raise BackendUnavailableError(
+            raise PeerFailedError(
                 f"the process of {self.options.engine} ended ({self.wait_and_describe()}); run it again without "
                 "--compare, or update it"
             )
@@ -176,13 +182,14 @@ class EngineProcess(ChildProcess):
     def _error(self, name: str, message: str) -> LocalinferError:
         if name == "missing":
             return BackendUnavailableError(
-                f"{self.options.engine} is not installed for {self._python}; install it with "
-                "`pip install 'localinfer[bench]'`, or name a Python that has it with --peer-python"
+                f"{self.options.engine} is not installed for {self._python}; install it with `pip install "
+                f"{_PACKAGES.get(self.options.engine, self.options.engine)}`, or name a Python that has it with "
+                "--peer-python"
             )
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, LocalinferError):
             return kind(message)
-        return BackendUnavailableError(
+        return PeerFailedError(
             f"{self.options.engine} failed ({name}: {message}); check that it runs this model, or leave --compare out"
         )
 

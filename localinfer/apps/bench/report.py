@@ -46,11 +46,30 @@ def render_bench(record: Record) -> str:
             f"{ours['decode_read_share']:.2f} of what the machine reads",
             f"prefill multiplies {ours['prefill_multiply_adds_per_second'] / 1e9:,.0f} G times per second, "
             f"{ours['prefill_multiply_share']:.2f} of what the machine multiplies",
+            *_wall_lines(record["walls"]),
+            *(f"{name}: {engine['error']}" for name, engine in record["engines"].items() if "error" in engine),
             "kernels were compiled before"
             if compiled is None
             else f"kernels were compiled, once on this machine, in {compiled:.1f} s",
         ]
     )
+
+
+def _wall_lines(walls: Record) -> Iterator[str]:
+    """Two lines for each phase: the ceiling that bounds it, and what would move it."""
+    for phase, found in walls.items():
+        amount = (
+            f"{found['read_bytes_per_second'] / 1e9:.1f} GB/s read"
+            if found["wall"] == "memory"
+            else f"{found['multiply_adds_per_second'] / 1e9:,.0f} G multiplications per second"
+        )
+        other, share = ("multiplications", "multiply_share") if found["wall"] == "memory" else ("reads", "read_share")
+        where = "at" if found["is_near"] else "below"
+        yield (
+            f"{phase} is {where} the wall of {found['wall']}: {found['reached']:.2f} of {amount} "
+            f"(of {other} {found[share]:.2f})"
+        )
+        yield f"  what would move it: {'; '.join(found['moves'])}"
 
 
 def render_stream(record: Record) -> str:
@@ -220,7 +239,7 @@ def _machine_lines(machine: Record) -> list[str]:
 def _engine_table(record: Record) -> Iterator[str]:
     """One column per engine, and ratios beside a peer."""
     engines, ratios = record["engines"], record.get("ratios")
-    names = [f"{name} {engine['version']}" for name, engine in engines.items()]
+    names = [f"{name} {engine.get('version', 'failed')}" for name, engine in engines.items()]
     yield _line("", names if ratios is None else [*names, "ratio (spread)"])
     yield from _figure_lines(record["settings"], engines, ratios or {})
 
@@ -233,7 +252,8 @@ def _figure_lines(settings: Record, engines: dict[str, Record], ratios: Record) 
             continue
         cells = []
         for engine in engines.values():
-            value = engine[key]["median"] if isinstance(engine[key], dict) else engine[key]
+            value = engine.get(key)
+            value = value["median"] if isinstance(value, dict) else value
             cells.append("unknown" if value is None else render(value))
         if key in ratios:
             ratio = ratios[key]
@@ -241,8 +261,9 @@ def _figure_lines(settings: Record, engines: dict[str, Record], ratios: Record) 
             cells.append(f"{ratio['ratio']:.2f}{spread}")
         yield _line(label.format(**{**settings, **ours}), cells)
     for size in ours.get("verification_cost", ()):
-        costs = [f"{engine['verification_cost'][size]:.2f} x" for engine in engines.values()]
-        yield _line(f"verifying {size} tokens over 1", costs)
+        costs = [engine.get("verification_cost", {}).get(size) for engine in engines.values()]
+        cells = ["unknown" if cost is None else f"{cost:.2f} x" for cost in costs]
+        yield _line(f"verifying {size} tokens over 1", cells)
 
 
 def _line(label: str, cells: Sequence[str]) -> str:

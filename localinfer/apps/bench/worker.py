@@ -1,8 +1,9 @@
 """One engine in its own process, measured on request: a line of JSON in, a line of JSON out.
 
 Started by path, with any Python that has the engine (see `processes.py`), so nothing of this package is imported before
-the engine needs it. Both engines stand here side by side, with the same token ids and the same choice of the next
-token, so that the fairness of a comparison can be reviewed. `LocalinferEngine` documents the methods.
+the engine needs it. All engines stand here side by side, with the same token ids, so that the fairness of a comparison
+can be reviewed. `LocalinferEngine` documents the methods of those that compute given tokens at any position, and choose
+the next one by the same line; the others, `GeneratingEngine`, can only be given a prompt and generate what follows.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import signal
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from importlib.metadata import version
 from typing import Any, TextIO
 
@@ -115,16 +117,157 @@ class LlamaCppEngine:
         return None
 
 
-ENGINES: dict[str, Any] = {engine.distribution: engine for engine in (LocalinferEngine, LlamaCppEngine)}
+class GeneratingEngine(ABC):
+    """An engine measured by generating: its prefill is the time to a first token, its decode the time of those after.
+
+    A decode computes its context anew. The tokens are the engine's greedy choice, which take as long as any others.
+    Attributes: num_threads, vocab_size (0 if unknown).
+    """
+
+    num_threads: int
+    vocab_size = 0
+    _prompt: list[int]
+
+    @abstractmethod
+    def generate(self, token_ids: list[int], max_tokens: int) -> list[float]:
+        """Generate greedily after a prompt of token ids, none of it cached; return the seconds to each token."""
+
+    def compute(self, start: int, token_ids: list[int], num_outputs: int) -> None:
+        """Compute a prompt, which following decodes begin with; only from position 0."""
+        assert start == 0 and num_outputs == 1, "this engine computes prompts only"
+        self._prompt = token_ids
+        self.generate(token_ids, 1)
+
+    def decode(self, start: int, num_tokens: int) -> list[float]:
+        """Seconds of each of some tokens after the first `start` ones of the prompt."""
+        times = self.generate(self._prompt[:start], num_tokens + 1)
+        if len(times) < 2:
+            raise RuntimeError(f"{len(times)} tokens were generated where {num_tokens + 1} were asked for")
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+    def stream(self, prompt: Any, max_tokens: int) -> tuple[int, float]:
+        if isinstance(prompt, str):
+            raise RuntimeError("it is measured by token ids only; leave stream out")
+        times = self.generate(prompt, max_tokens)
+        return len(times), times[0]
+
+    def work(self, start: int, num_rows: int) -> dict[str, int] | None:
+        return None
 
 
-def answer(engine: LocalinferEngine | LlamaCppEngine, request: dict[str, Any]) -> dict[str, Any]:
+class OpenVinoEngine(GeneratingEngine):
+    """OpenVINO GenAI, which converts a GGUF file when it loads it: `LLMPipeline` for token ids, prefixes not cached.
+
+    Its activations have a scale for each 128 columns, the fastest of its settings; its default is 32 for such files.
+    """
+
+    distribution = "openvino-genai"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import openvino_genai  # isort: skip
+        import numpy as np
+        import openvino
+
+        self._numpy, self._openvino, self._library = np, openvino, openvino_genai
+        self.num_threads = options["threads"]
+        self._pipeline = openvino_genai.LLMPipeline(
+            options["model"],
+            "CPU",
+            INFERENCE_NUM_THREADS=self.num_threads,
+            DYNAMIC_QUANTIZATION_GROUP_SIZE=128,
+            ATTENTION_BACKEND="SDPA",
+        )
+
+    def generate(self, token_ids: list[int], max_tokens: int) -> list[float]:
+        clock, library = time.perf_counter, self._library
+        ids = self._numpy.array([token_ids])
+        tensors = [self._openvino.Tensor(array) for array in (ids, self._numpy.ones_like(ids))]
+        config = library.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        times: list[float] = []
+
+        def note(_: int | list[int]) -> Any:
+            times.append(clock() - began)
+            return library.StreamingStatus.RUNNING
+
+        streamer = type("Streamer", (library.StreamerBase,), {"write": lambda _, token: note(token), "end": id})()
+        began = clock()
+        self._pipeline.generate(library.TokenizedInputs(*tensors), config, streamer)
+        return times
+
+
+class IkLlamaCppEngine(GeneratingEngine):
+    """ik_llama.cpp by ik-llama-cpp-python: a token's time is when it is chosen, at the end of its logits."""
+
+    distribution = "ik-llama-cpp-python"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import ik_llama_cpp
+
+        self.num_threads = options["threads"]
+        self._llama = ik_llama_cpp.IkLlama(
+            options["model"], n_ctx=options["context_length"] + 1, n_threads=self.num_threads, verbose=False
+        )
+
+    def generate(self, token_ids: list[int], max_tokens: int) -> list[float]:
+        context, clock = self._llama._context, time.perf_counter
+        sample, times = type(context).sample, []
+
+        def note(*arguments: Any, **options: Any) -> int:
+            times.append(clock() - began)
+            found: int = sample(context, *arguments, **options)
+            return found
+
+        context.sample = note
+        began = clock()
+        self._llama.generate(token_ids, max_tokens=max_tokens)
+        return times
+
+
+class MistralRsEngine(GeneratingEngine):
+    """mistralrs, by its own clock. It takes text only, so token ids are decoded, and are other tokens when read.
+
+    The time of its prompt is therefore scaled from the number of its tokens to that of the ids.
+    """
+
+    distribution = "mistralrs"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.num_threads = options["threads"]
+        os.environ["RAYON_NUM_THREADS"] = str(self.num_threads)
+        import mistralrs
+
+        folder, name = os.path.split(options["model"])
+        which = mistralrs.Which.GGUF(quantized_model_id=folder or ".", quantized_filename=name)
+        self._library = mistralrs
+        self._runner = mistralrs.Runner(which=which, prefix_cache_n=0, no_paged_attn=True)
+
+    def generate(self, token_ids: list[int], max_tokens: int) -> list[float]:
+        text = self._runner.detokenize_text(token_ids, False)
+        request = self._library.CompletionRequest(model="default", prompt=text, max_tokens=max_tokens, temperature=0.0)
+        usage = self._runner.send_completion_request(request).usage
+        first = usage.total_prompt_time_sec * len(token_ids) / usage.prompt_tokens
+        count = usage.completion_tokens
+        interval = usage.total_completion_time_sec / max(1, count - 1)
+        return [first + interval * index for index in range(count)]
+
+
+Engine = LocalinferEngine | LlamaCppEngine | GeneratingEngine
+ENGINES: dict[str, Any] = {
+    engine.distribution: engine
+    for engine in (LocalinferEngine, LlamaCppEngine, OpenVinoEngine, IkLlamaCppEngine, MistralRsEngine)
+}
+
+
+def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     """Answer one request; all times in seconds."""
     action, clock = request["action"], time.perf_counter
     if action == "compute":
         began = clock()
         engine.compute(request["start"], request["token_ids"], 1)
         return {"seconds": clock() - began}
+    if action == "decode" and isinstance(engine, GeneratingEngine):
+        return {"seconds": engine.decode(request["start"], len(request["token_ids"]))}
     if action == "decode":
         intervals = []
         for position, token_id in enumerate(request["token_ids"], request["start"]):
@@ -132,6 +275,8 @@ def answer(engine: LocalinferEngine | LlamaCppEngine, request: dict[str, Any]) -
             engine.compute(position, [token_id], 1)
             intervals.append(clock() - began)
         return {"seconds": intervals}
+    if action == "verify" and isinstance(engine, GeneratingEngine):
+        return {"seconds": None}
     if action == "verify":
         # Sizes alternate, so that noise drift affects all alike.
         samples: dict[int, list[float]] = {size: [] for size in request["sizes"]}
@@ -170,7 +315,7 @@ def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
     """Load, report it, and answer requests until standard input ends."""
     began = time.perf_counter()
     try:
-        engine: LocalinferEngine | LlamaCppEngine = ENGINES[name](options)
+        engine: Engine = ENGINES[name](options)
         reply: dict[str, Any] = {
             "load_seconds": time.perf_counter() - began,
             "version": version(name),
@@ -182,7 +327,7 @@ def serve(channel: TextIO, name: str, options: dict[str, Any]) -> None:
             _send(channel, answer(engine, json.loads(line)))
     except Exception as error:
         # Raised again by the parent.
-        is_missing = isinstance(error, ImportError) and error.name == "llama_cpp"
+        is_missing = isinstance(error, ImportError) and error.name == name.removesuffix("-python").replace("-", "_")
         _send(channel, {"error": "missing" if is_missing else type(error).__name__, "message": str(error)})
 
 

@@ -10,6 +10,8 @@ from localinfer.apps.cli.options import found_model
 from localinfer.terminal import Progress
 
 Record = dict[str, Any]
+PEERS = ("llama-cpp-python", "openvino-genai", "ik-llama-cpp-python", "mistralrs")
+"""Engines to compare with, by their distributions, as `worker.py` of `localinfer/apps/bench` has them."""
 
 
 class _Bench(click.Group):
@@ -100,7 +102,7 @@ _DEVICE = click.Option(
 )
 _COMPARE = click.Option(
     ["--compare"],
-    type=click.Choice(["llama-cpp-python"]),
+    type=click.Choice(PEERS),
     help="Compare with this engine, alternating with localinfer, on the same file and threads.",
 )
 _PEER_PYTHON = click.Option(
@@ -174,7 +176,7 @@ def _measure(
     from localinfer.apps.bench.decode import BenchSettings
 
     if peer_python is not None and compare is None:
-        raise click.UsageError("--peer-python is for --compare; add --compare llama-cpp-python.")
+        raise click.UsageError(f"--peer-python is for --compare; add --compare {PEERS[0]}.")
     settings = BenchSettings(peer=compare, peer_python=peer_python, **measured)
     with Progress() as progress:
         record = run(settings, progress)
