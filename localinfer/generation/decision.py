@@ -79,12 +79,15 @@ def decision_model(
     if kind is None and "decisions" not in model.capabilities:
         return CalibratedDecisionModel(DecisionModel(engine, chats(), tokenizer, media), model.file)
     template = ChatTemplate.from_metadata(model.file.metadata, tokenizer, key=TEMPLATE_KEY)
+    metadata = model.file.metadata
     if kind in JOINT:
         from localinfer.generation.decision_joint import JointDecisionModel, JointHead
 
-        return JointDecisionModel(engine, tokenizer, template, model.file.metadata, JointHead(engine, model))
-    head = decision_head(str(kind), engine, model)
-    trained = TrainedDecisionModel(engine, tokenizer, template, model.file.metadata, head)
+        trained: TrainedDecisionModel = JointDecisionModel(
+            engine, tokenizer, template, metadata, JointHead(engine, model)
+        )
+    else:
+        trained = TrainedDecisionModel(engine, tokenizer, template, metadata, decision_head(str(kind), engine, model))
     return CalibratedDecisionModel(trained, model.file)
 
 

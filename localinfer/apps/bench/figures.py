@@ -116,7 +116,7 @@ def find_walls(ours: Record, machine: Record, *, free_threads: int) -> Record:
 
 
 def _decode_moves(ours: Record) -> list[str]:
-    """What makes a token read or compute less, by the figures of a decode."""
+    """Ways to have a token read or compute less, by the figures of a decode."""
     moves = ["a smaller type of weights (`localinfer quantize`)"]
     if ours["kv_bytes_per_token"] > _NOTABLE * (ours["kv_bytes_per_token"] + ours["weight_bytes_per_token"]):
         moves += ["a quantized cache (--kv-type q8_0)", "a shorter context (--kv-window)"]
