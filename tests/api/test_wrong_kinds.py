@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import localinfer
+from localinfer import DecisionOptions
 from localinfer.engine.admission import EngineLimits
 from localinfer.engine.sampling.sampler import SamplingParams
 from localinfer.errors import LocalinferError
 from localinfer.generation.options import ChatOptions, GenerationOptions, Grammar, JsonSchema, Regex, ReplyOptions
-from localinfer.generation.questions import DecisionOptions
 from localinfer.llm import LLM
 from tests.models.talking_models import build_talking_model
 from tests.support.limits import seconds
