@@ -28,7 +28,7 @@ class FakeConfig:
     context_length: int = 64
     is_encoder: bool = False
     takes_media: bool = False
-    num_decision_layers: int = 0
+    only_decides: bool = False
 
 
 @dataclass(frozen=True)
