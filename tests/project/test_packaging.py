@@ -195,7 +195,8 @@ def test_public_names_are_the_documented_ones():
         *("Beam", "BeamCompletion", "RankedDocument", "SnapshotStats"),
         *("KVEventPublisher", "KVEventsConfig", "block_hashes"),
         *("aload", "WarmUp", "freeze_support", "report_crashes", "set_cache_folder", "warm_up"),
-        *("Choice", "ChoiceAnswer", "DecisionOptions", "Decisions", "Score", "ScoreAnswer", "YesNo", "YesNoAnswer"),
+        *("Choice", "ChoiceAnswer", "Score", "ScoreAnswer", "YesNo", "YesNoAnswer"),
+        *("DecisionCalibration", "DecisionOptions", "Decisions"),
         *("Session", "SessionOptions", "RequestedCall", "CallOutcome", "Tool"),
     }
     assert dir(localinfer) == sorted(localinfer.__all__)
