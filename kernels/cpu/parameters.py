@@ -114,8 +114,10 @@ QUANTIZE = Block("source source_stride target target_stride columns is_output sl
 MATMUL = Block("x x_stride columns is_output projections rows_per_block")
 """PROJECTION blocks follow it."""
 PROJECTION = Block(
-    "weights tile_bytes tiles rows out out_stride residual residual_stride bias bias_stride scale spare", floats="scale"
+    "weights tile_bytes tiles rows out out_stride residual residual_stride bias bias_stride scale matrix_rows",
+    floats="scale",
 )
+"""matrix_rows: rows from which on they are multiplied as matrices, where the instruction set has such products."""
 EXPERT_MATMUL = Block(
     "x x_stride slot_stride columns experts selected groups weights expert_bytes tile_bytes tiles rows out out_stride "
     "bias bias_stride zeros"

@@ -106,6 +106,28 @@ def _system_features() -> Features:
     return features_of_hwcap(ask(_AT_HWCAP), ask(_AT_HWCAP2))
 
 
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""Source: Linux, Documentation/arch/x86/xstate.rst."""
+
+
+@functools.cache
+def amx_refusal() -> str | None:
+    """Ask Linux, once, to let the threads of this process use the registers of AMX; the reason why they may not.
+
+    Threads that are made later may too; without it the first such instruction would end the process.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform} is not known to allow it"
+    try:
+        ask = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError) as error:
+        return str(error)
+    ask.restype, ask.argtypes = ctypes.c_long, [ctypes.c_long] * 3
+    if ask(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0:
+        return None
+    return f"Linux refuses it to this process: {os.strerror(ctypes.get_errno())}"
+
+
 _SETTINGS_IN_CODE = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX", "NUMBA_OPT", "NUMBA_BOUNDSCHECK"),
     *("NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE", "NUMBA_DEBUGINFO"),

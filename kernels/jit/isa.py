@@ -9,12 +9,13 @@ from collections.abc import Collection
 from enum import Enum
 
 from localinfer.errors import BackendUnavailableError
-from localinfer.kernels.jit.host import host_features
+from localinfer.kernels.jit.host import amx_refusal, host_features
 
 
 class ISA(Enum):
     """A family of vector instructions, best first."""
 
+    AMX = "amx"
     AVX512_VNNI = "avx512vnni"
     AVX_VNNI = "avxvnni"
     AVX2 = "avx2"
@@ -24,10 +25,12 @@ class ISA(Enum):
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512_VNNI = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}
 
 # LLVM's names of the required features; any one of the sets is enough.
 _NEEDED_FEATURES: dict[ISA, list[frozenset[str]]] = {
-    ISA.AVX512_VNNI: [_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"}],
+    ISA.AMX: [_AVX512_VNNI | {"amx-tile", "amx-int8"}],
+    ISA.AVX512_VNNI: [_AVX512_VNNI],
     ISA.AVX_VNNI: [_AVX2 | {"avxvnni"}, _AVX2 | {"avx512vnni", "avx512vl"}],
     ISA.AVX2: [_AVX2],
     ISA.NEON_I8MM: [frozenset({"neon", "dotprod", "i8mm"})],
@@ -40,15 +43,22 @@ NEON = frozenset({ISA.NEON_I8MM, ISA.NEON_DOTPROD})
 """Paths of arm64's vectors of 128 bits."""
 
 
+AVX512 = frozenset({ISA.AMX, ISA.AVX512_VNNI})
+"""Paths of AVX-512's vectors of 512 bits and products of bytes: AMX is this one, with products of many rows besides."""
+
+
 def runs_on(path: ISA, features: Collection[str]) -> bool:
     """True if a target with these features can run a path."""
     return any(needed <= set(features) for needed in _NEEDED_FEATURES[path])
 
 
 def available() -> list[ISA]:
-    """The paths that this CPU can run, best first."""
+    """The paths that this CPU can run, best first; AMX only where the system lets this process use it, which is asked."""
     features = [name for name, is_there in host_features().items() if is_there]
-    return [path for path in ISA if runs_on(path, features)]
+    found = [path for path in ISA if runs_on(path, features)]
+    if ISA.AMX in found and amx_refusal() is not None:
+        found.remove(ISA.AMX)
+    return found
 
 
 def pairs_rows() -> bool:

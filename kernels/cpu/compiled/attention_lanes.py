@@ -33,10 +33,10 @@ from localinfer.kernels.cpu.compiled.pool import num_rows, scratch as scratch_of
 from localinfer.kernels.cpu.kernel_abi import CHUNK, SCRATCH_BYTES
 from localinfer.kernels.cpu.parameters import ATTENTION, BATCH, SEGMENT
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.isa import AVX512
 from localinfer.kernels.jit.numba import compose, inline, stamp
 
-_AT_ONCE = 16 if isa.SELECTED is ISA.AVX512_VNNI else 4
+_AT_ONCE = 16 if isa.SELECTED in AVX512 else 4
 """Sums of sixteen lanes that registers hold."""
 _MINUS_INFINITY = float("-inf")
 _SEGMENT_BYTES = SEGMENT.num_bytes

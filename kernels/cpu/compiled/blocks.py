@@ -158,14 +158,14 @@ def q4_k_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value
     def factors(place: Value) -> tuple[Value, Value]:
         return tile.floats(place), b.fneg(tile.floats(place, 32))
 
-    # NEON's registers do not hold them beside the sums of eight rows.
-    held = None if emit.is_neon and tile.num_rows == 8 else factors(header)
+    # NEON's registers do not hold them beside the sums of eight rows, others' beside those of sixteen.
+    held = None if tile.num_rows == (8 if emit.is_neon else 16) else factors(header)
 
     def pair_body(pair: Value, totals: list[Value]) -> Sequence[Value]:
         unit = b.add(first_unit, pair)
         codes = tile.at(codes_start, pair, 512)
         column = b.mul(unit, emit.i64(64))
-        scaled = None if emit.is_neon else six_bit_scales(tile, header, pair, *(held or factors(header)))
+        scaled = six_bit_scales(tile, header, pair, *held) if held and not emit.is_neon else None
         blocks = [b.mul(unit, emit.i64(2)), b.add(b.mul(unit, emit.i64(2)), emit.i64(1))]
         first_bit = b.trunc(b.mul(pair, emit.i64(2)), I8 if tile.has_whole_codes else I16)
         for halves, again in tile.turns(range(2)):

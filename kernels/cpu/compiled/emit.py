@@ -85,7 +85,10 @@ class Emitter:
         self.builder = builder
         self.triple: str = context.codegen().magic_tuple()[0]
         self.is_arm64 = is_arm64(self.triple)
-        self.isa = target_isa(context)
+        path = target_isa(context)
+        self.has_matrices = path is ISA.AMX
+        """Matrices of bytes can be multiplied by one instruction (AMX)."""
+        self.isa = ISA.AVX512_VNNI if self.has_matrices else path
         self.is_neon = self.isa in NEON
         self._converts_halves = _converts_halves(context)
         self.has_byte_permutes = self.isa is ISA.AVX512_VNNI and "avx512vbmi" in _target_features(context)
@@ -607,6 +610,29 @@ class Emitter:
 
     def _madd(self, total: Value, codes: Value, x: Value) -> Value:
         return self.builder.add(total, self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), [codes, x]))
+
+    # Matrices of bytes: registers 0..7 of AMX, which belong to a thread between `matrix_configure` and `matrix_release`
+
+    def matrix_configure(self, address: Value) -> None:
+        """Configure the registers by 64 bytes: rows, and bytes of a row, of each."""
+        self.call("llvm.x86.ldtilecfg", ir.VoidType(), [self.pointer(address)])
+
+    def matrix_release(self) -> None:
+        self.call("llvm.x86.tilerelease", ir.VoidType(), [])
+
+    def matrix_zero(self, register: int) -> None:
+        self.call("llvm.x86.tilezero", ir.VoidType(), [I8(register)])
+
+    def matrix_load(self, register: int, address: Value, stride: Value) -> None:
+        """Load rows that are `stride` bytes apart."""
+        self.call("llvm.x86.tileloadd64", ir.VoidType(), [I8(register), self.pointer(address), stride])
+
+    def matrix_store(self, register: int, address: Value, stride: Value) -> None:
+        self.call("llvm.x86.tilestored64", ir.VoidType(), [I8(register), self.pointer(address), stride])
+
+    def matrix_dot(self, total: int, rows: int, columns: int) -> None:
+        """total[m][n] += sum over k, c of rows[m][4k + c] * columns[k][4n + c], of signed bytes to int32."""
+        self.call("llvm.x86.tdpbssd", ir.VoidType(), [I8(total), I8(rows), I8(columns)])
 
     # Control flow
 

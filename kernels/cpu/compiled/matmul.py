@@ -44,6 +44,7 @@ from localinfer.kernels.cpu.compiled.emit import (
     emitted,
     vector,
 )
+from localinfer.kernels.cpu.compiled.matrix_tile import FEW_ROWS, MATRIX_BYTES, emit_product
 from localinfer.kernels.cpu.compiled.memory import load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pair_tile import PairTile
 from localinfer.kernels.cpu.compiled.pool import (
@@ -77,7 +78,7 @@ from localinfer.kernels.cpu.compiled.unpacked import (
 from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES, SCRATCH_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION, QUANTIZE
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.isa import ISA, NEON
+from localinfer.kernels.jit.isa import AVX512, ISA, NEON
 from localinfer.kernels.jit.numba import compose, inline, stamp
 from localinfer.kernels.layouts import PAIRED_LAYOUTS, Layout
 
@@ -326,7 +327,7 @@ def write_totals(
 
 def _is_of_four_rows(layout: int) -> bool:
     """True if a product takes four rows of activations at most."""
-    return isa.SELECTED is ISA.AVX2 or (layout == Layout.Q4_K and isa.SELECTED is ISA.AVX512_VNNI)
+    return isa.SELECTED is ISA.AVX2 or (layout == Layout.Q4_K and isa.SELECTED in AVX512)
 
 
 _MATMUL_BYTES, _PROJECTION_BYTES = MATMUL.num_bytes, PROJECTION.num_bytes
@@ -445,7 +446,7 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
 
 _BUFFER = 512
 """Bytes of a thread's scratch memory for the table of a product, behind which an unpacked super-block lies."""
-assert _BUFFER + BUFFER_BYTES + 64 * MOST_ROWS <= SCRATCH_BYTES, "totals of so many rows need more scratch memory"
+assert _BUFFER + max(BUFFER_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, "totals of so many rows need more scratch memory"
 
 
 @emitted(types.int64, LITERAL)
@@ -455,14 +456,25 @@ def _least_rows(emit: Emitter, layout: int) -> Value:
 
 
 @compose
+def _write_rows(table: int, totals: int, p: int, tile: int, row: int, count: int) -> None:
+    """Finish the outputs of `count` rows from `row` on, a multiple of ROWS, whose totals lie in memory."""
+    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
+    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
+    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
+    for start in range(0, count, ROWS):
+        for slot in range(ROWS):
+            index = row + start + slot
+            _set_row(table, slot, 0, out + index * out_stride, residual + index * residual_stride)
+        scale, lanes = PROJECTION.scale(p), min(16, PROJECTION.rows(p) - column)
+        write_totals(table, totals + 64 * start, bias, scale, column, lanes)
+
+
+@compose
 def _unpacked_products(
     layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int
 ) -> None:
     """`_products` of layouts whose super-blocks are unpacked, if there are enough rows."""
     weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
-    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
-    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
-    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
     row, buffer = first, table + _BUFFER
     totals = buffer + BUFFER_BYTES
     while last - row >= _least_rows(layout):
@@ -475,14 +487,52 @@ def _unpacked_products(
                 for slot in range(ROWS):
                     store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
                 unpacked_product(layout, table, buffer, k, unit, totals + 64 * start)
-        for start in range(0, count, ROWS):
-            for slot in range(ROWS):
-                index = row + start + slot
-                _set_row(table, slot, 0, out + index * out_stride, residual + index * residual_stride)
-            scale, lanes = PROJECTION.scale(p), min(16, PROJECTION.rows(p) - column)
-            write_totals(table, totals + 64 * start, bias, scale, column, lanes)
+        _write_rows(table, totals, p, tile, row, count)
         row += count
     _products(layout, row, last, table, p, tile, x, x_stride, k)
+
+
+@emitted(VOID, LITERAL, *[types.int64] * 7)
+def matrix_product(
+    emit: Emitter, layout: int, tile_address: Value, column_count: Value, x: Value, x_stride: Value, num_rows: Value,
+    memory: Value, totals_address: Value,
+) -> None:  # fmt: skip
+    """totals = x @ tile.T for a multiple of eight rows of activations, by AMX: see `matrix_tile.emit_product`."""
+    if not emit.has_matrices:
+        # `_least_matrix_rows` asks for none.
+        emit.call("llvm.trap", ir.VoidType(), [])
+        return
+    chosen = Layout(layout)
+    emit_product(
+        emit, _BODIES[chosen], chosen, tile_address, column_count, x, x_stride, num_rows, memory, totals_address
+    )
+
+
+@emitted(types.int64, types.int64)
+def _least_matrix_rows(emit: Emitter, wanted: Value) -> Value:
+    """Rows from which on they are multiplied as matrices: as many as are wanted, if the target can."""
+    return wanted if emit.has_matrices else emit.i64(1 << 62)
+
+
+def _matrix_products_by(others: Any) -> Any:
+    """`_products` by AMX, if there are enough rows; the fewer than eight that remain, or all, by another function."""
+
+    @compose
+    def products(
+        layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int
+    ) -> None:
+        row, memory = first, table + _BUFFER
+        if last - first >= _least_matrix_rows(PROJECTION.matrix_rows(p)):
+            weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
+            while last - row >= FEW_ROWS:
+                count = min(last - row, MOST_ROWS) // FEW_ROWS * FEW_ROWS
+                totals = memory + MATRIX_BYTES
+                matrix_product(layout, weights, k, x + row * x_stride, x_stride, count, memory, totals)
+                _write_rows(table, totals, p, tile, row, count)
+                row += count
+        others(layout, row, last, table, p, tile, x, x_stride, k)
+
+    return products
 
 
 def _matmul_by(products: Any) -> Any:
@@ -556,11 +606,18 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
 
 
 _matmul, _unpacked_matmul = _matmul_by(_products), _matmul_by(_unpacked_products)
+_matrix_matmul = _matmul_by(_matrix_products_by(_products))
+_unpacked_matrix_matmul = _matmul_by(_matrix_products_by(_unpacked_products))
+
+
+def _matmul_of(layout: Layout) -> Any:
+    """The op of matrices of a layout."""
+    if isa.SELECTED is ISA.AMX and layout in _BODIES:
+        return _unpacked_matrix_matmul if layout in UNPACKED else _matrix_matmul
+    return _unpacked_matmul if layout in UNPACKED else _matmul
+
 
 KERNELS = {
-    **{
-        f"matmul_{layout.name.lower()}": stamp(_unpacked_matmul if layout in UNPACKED else _matmul, int(layout))
-        for layout in Layout
-    },
+    **{f"matmul_{layout.name.lower()}": stamp(_matmul_of(layout), int(layout)) for layout in Layout},
     **{f"expert_matmul_{layout.name.lower()}": stamp(_expert_matmul, int(layout)) for layout in Layout},
 }

@@ -15,10 +15,10 @@ from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, I64, LITERAL, VOI
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.jit import isa
-from localinfer.kernels.jit.isa import ISA
+from localinfer.kernels.jit.isa import AVX512, ISA
 from localinfer.kernels.layouts import Layout
 
-UNPACKED = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in (ISA.AVX512_VNNI, ISA.AVX2) else ()
+UNPACKED = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in AVX512 | {ISA.AVX2} else ()
 """Layouts that are multiplied so, where that was measured to be faster."""
 ROWS = 4 if isa.SELECTED is ISA.AVX2 else 8
 """Rows of activations of a product."""
