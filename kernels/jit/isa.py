@@ -52,13 +52,19 @@ def runs_on(path: ISA, features: Collection[str]) -> bool:
     return any(needed <= set(features) for needed in _NEEDED_FEATURES[path])
 
 
+def _features() -> list[str]:
+    return [name for name, is_there in host_features().items() if is_there]
+
+
 def available() -> list[ISA]:
-    """The paths that this CPU can run, best first; AMX only where the system lets this process use it, which is asked."""
-    features = [name for name, is_there in host_features().items() if is_there]
-    found = [path for path in ISA if runs_on(path, features)]
-    if ISA.AMX in found and amx_refusal() is not None:
-        found.remove(ISA.AMX)
-    return found
+    """The paths that this CPU can run, best first; AMX where the system lets this process use it, which is asked."""
+    features = _features()
+    return [path for path in ISA if runs_on(path, features) and (path is not ISA.AMX or amx_refusal() is None)]
+
+
+def amx_refusal_here() -> str | None:
+    """The reason why this process may not use AMX, which the CPU has; None if it may, or if the CPU has none."""
+    return amx_refusal() if runs_on(ISA.AMX, _features()) else None
 
 
 def pairs_rows() -> bool:
@@ -79,8 +85,10 @@ def select(wanted: str | None) -> ISA:
     for path in choices:
         if path.value == wanted:
             return path
+    refusal = amx_refusal_here() if wanted == ISA.AMX.value else None
     raise BackendUnavailableError(
-        f"LOCALINFER_ISA is {wanted!r}, but this CPU runs {', '.join(path.value for path in choices)}; "
+        f"LOCALINFER_ISA is {wanted!r}, but this CPU runs {', '.join(path.value for path in choices)}"
+        f"{f' ({refusal})' if refusal else ''}; "
         "unset it, or set it to one of these"
     )
 

@@ -86,6 +86,8 @@ def _cpu(cpu: Facts) -> Iterator[Row]:
         kernels += f"; faster with {' or '.join(cpu['faster_elsewhere'])}, which this CPU lacks"
     else:
         kernels += ", the fastest there are"
+    if cpu["amx_refusal"]:
+        kernels += f"; the CPU has AMX, but {cpu['amx_refusal']}"
     yield "kernels", kernels
     parts = [
         f"governor {cpu['governor']}" if cpu["governor"] else "",

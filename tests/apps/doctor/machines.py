@@ -8,6 +8,7 @@ CALM_MACHINE: dict[str, Any] = {
         "name": "Some CPU",
         "kernels": "avx2",
         "fastest_here": "avx2",
+        "amx_refusal": None,
         "faster_elsewhere": [],
         "governor": "performance",
         "driver": "acpi-cpufreq",

@@ -43,7 +43,8 @@ def test_lines_are_aligned_and_ascii() -> None:
 
 def test_unusual_facts_are_named() -> None:
     facts = copy.deepcopy(CALM_MACHINE)
-    facts["cpu"] |= {"kernels": "generic", "on_battery": True, "profile": "low-power"}
+    refusal = "Linux refuses it to this process: No space left on device"
+    facts["cpu"] |= {"kernels": "generic", "amx_refusal": refusal, "on_battery": True, "profile": "low-power"}
     facts["threads"] |= {"quota": 1.5, "allowed": 4, "performance_cores": 2, "efficiency_cores": 6}
     facts["memory"] |= {"limited_by": "the cgroup", "modules": [{"num_bytes": 16 << 30, "mega_transfers": 3200}]}
     others = [{"index": 1, "name": "Another GPU", "free_bytes": 4 * 10**9}]
@@ -54,7 +55,7 @@ def test_unusual_facts_are_named() -> None:
     facts["load"] |= {"cores": 1.0, "processes": [{"pid": 7, "name": "x\x1b[2J", "cores": 1.0}]}
     text = "\n".join(report_lines(facts, []))
     for wanted in (
-        "generic, by LOCALINFER_ISA; the fastest here is avx2",
+        f"generic, by LOCALINFER_ISA; the fastest here is avx2; the CPU has AMX, but {refusal}",
         "profile low-power, on battery",
         "8 physical cores (2 P + 6 E), 16 hardware threads, allowed are 4, the cgroup allows 1.5",
         "by the limit of the cgroup",

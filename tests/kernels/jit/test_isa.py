@@ -1,5 +1,8 @@
 """Choosing an instruction set, and the same bits from each."""
 
+import errno
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +11,7 @@ from llvmlite import binding as llvm
 
 from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cpu.compiled.emit import target_isa
-from localinfer.kernels.jit import isa
+from localinfer.kernels.jit import host, isa
 from localinfer.kernels.jit.isa import ISA, available, runs_on, select
 from tests.kernels.cpu.digest import cached, chosen, encoded, products, recurrent
 from tests.kernels.subprocesses import REPOSITORY, finish, start
@@ -54,9 +57,76 @@ def test_runs_on_takes_either_form_of_vnni() -> None:
     assert runs_on(ISA.GENERIC, [])
 
 
+AMX_FEATURES = sorted({*AVX2_FEATURES, *"avx512f avx512bw avx512vl avx512dq avx512vnni amx-tile amx-int8".split()})
+REFUSAL = "Linux refuses it to this process: No space left on device"
+
+
+@pytest.fixture
+def amx_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Make this CPU one with some features, and the system answer with an error number; the requests so far."""
+
+    def make(features: list[str], answer: int) -> list[int]:
+        asked: list[int] = []
+
+        def syscall(*arguments: int) -> int:
+            asked.extend(arguments)
+            host.ctypes.set_errno(answer)
+            return -1 if answer else 0
+
+        monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=syscall))
+        monkeypatch.setattr(host, "amx_refusal", functools.cache(host.amx_refusal.__wrapped__))
+        monkeypatch.setattr(isa, "amx_refusal", host.amx_refusal)
+        monkeypatch.setattr(isa, "host_features", lambda: dict.fromkeys(features, True))
+        monkeypatch.setattr(host.sys, "platform", "linux")
+        return asked
+
+    return make
+
+
+def test_amx_is_taken_where_the_cpu_has_it_and_the_system_grants_it_once(amx_cpu: Callable[..., list[int]]) -> None:
+    asked = amx_cpu(AMX_FEATURES, 0)
+    assert available()[:2] == [ISA.AMX, ISA.AVX512_VNNI]
+    assert select(None) is select("amx") is ISA.AMX
+    assert isa.amx_refusal_here() is None
+    assert asked == [158, 0x1023, 18]
+
+
+def test_amx_that_the_system_refuses_is_left_aside_and_the_reason_is_known(amx_cpu: Callable[..., list[int]]) -> None:
+    asked = amx_cpu(AMX_FEATURES, errno.ENOSPC)
+    assert select(None) is ISA.AVX512_VNNI
+    assert isa.amx_refusal_here() == REFUSAL
+    with pytest.raises(BackendUnavailableError, match=f"'amx'.*runs avx512vnni.*{REFUSAL}.*unset it"):
+        select("amx")
+    assert asked == [158, 0x1023, 18]
+
+
+@pytest.mark.parametrize("lacking", ["amx-tile", "amx-int8", "avx512vnni"])
+def test_nothing_is_asked_of_the_system_where_the_cpu_lacks_a_part(
+    amx_cpu: Callable[..., list[int]], lacking: str
+) -> None:
+    asked = amx_cpu([name for name in AMX_FEATURES if name != lacking], 0)
+    assert ISA.AMX not in available()
+    assert isa.amx_refusal_here() is None
+    with pytest.raises(BackendUnavailableError, match="'amx'"):
+        select("amx")
+    assert asked == []
+
+
+def test_no_other_system_than_linux_is_asked(
+    amx_cpu: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = amx_cpu(AMX_FEATURES, 0)
+    monkeypatch.setattr(host.sys, "platform", "win32")
+    assert select(None) is ISA.AVX512_VNNI
+    assert isa.amx_refusal_here() == "win32 is not known to allow it"
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("features", "wanted"),
     [
+        (",".join(f"+{name}" for name in AMX_FEATURES), ISA.AMX),
+        (",".join(f"+{name}" for name in AMX_FEATURES if name != "amx-int8"), ISA.AVX512_VNNI),
         ("+avx2,+fma,+f16c,+avxvnni,-avx512f", ISA.AVX_VNNI),
         ("+avx2,+fma,+f16c,-avxvnni", ISA.AVX2),
         ("+avx2", ISA.GENERIC),
@@ -66,7 +136,7 @@ def test_runs_on_takes_either_form_of_vnni() -> None:
 def test_intrinsics_fall_back_to_what_the_compile_target_has(
     features: str, wanted: ISA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isa, "SELECTED", ISA.AVX512_VNNI)
+    monkeypatch.setattr(isa, "SELECTED", ISA.AMX)
     codegen = SimpleNamespace(magic_tuple=lambda: ("x86_64-unknown-linux-gnu", "some-cpu", features))
     context: Any = SimpleNamespace(codegen=lambda: codegen)
     assert target_isa(context) is wanted
