@@ -69,7 +69,11 @@ class _Timed:
         most, outputs = max(TRIED_ROWS), TILE_ROWS * _TILES
         stride, num_bytes = activation_row_bytes(_COLUMNS), tile_bytes(layout, _COLUMNS)
         weights, x = aligned_zeros(_TILES * num_bytes), aligned_zeros(most * stride)
-        out, zeros, scratch = aligned_zeros(most * 4 * outputs), aligned_zeros(4 * outputs), aligned_zeros(SCRATCH_BYTES)
+        out, zeros, scratch = (
+            aligned_zeros(most * 4 * outputs),
+            aligned_zeros(4 * outputs),
+            aligned_zeros(SCRATCH_BYTES),
+        )
         matmul = MATMUL.pack(
             x=address(x), x_stride=stride, columns=_COLUMNS, is_output=0, projections=1, rows_per_block=most
         )

@@ -150,14 +150,18 @@ class Figures:
     """Fused multiply-adds of float32 in it, by which the columns are known that LLVM has put into a turn."""
 
 
+def innermost(lines: Sequence[str]) -> list[list[str]]:
+    """The instructions of each of a function's innermost loops."""
+
+    def of(found: Sequence[Loop]) -> list[list[str]]:
+        return [one for loop in found for one in (of(loop.inner) if loop.inner else [_own(lines, loop)])]
+
+    return of(loops(lines))
+
+
 def spills(listing: str) -> int:
     """Reads and writes of the stack in a function's innermost loops, by registers that LLVM had no room for."""
-    lines = listing.splitlines()
-
-    def in_loops(found: Sequence[Loop]) -> int:
-        return sum(in_loops(loop.inner) if loop.inner else _stack_uses(_own(lines, loop)) for loop in found)
-
-    return in_loops(loops(lines))
+    return sum(map(_stack_uses, innermost(listing.splitlines())))
 
 
 def _stack_uses(instructions: Sequence[str]) -> int:

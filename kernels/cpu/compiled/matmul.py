@@ -446,7 +446,9 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
 
 _BUFFER = 512
 """Bytes of a thread's scratch memory for the table of a product, behind which an unpacked super-block lies."""
-assert _BUFFER + max(BUFFER_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, "totals of so many rows need more scratch memory"
+assert _BUFFER + max(BUFFER_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, (
+    "totals of so many rows need more scratch memory"
+)
 
 
 @emitted(types.int64, LITERAL)
@@ -456,11 +458,11 @@ def _least_rows(emit: Emitter, layout: int) -> Value:
 
 
 @compose
-def _write_rows(table: int, totals: int, p: int, tile: int, row: int, count: int) -> None:
+def _write_rows(
+    table: int, totals: int, p: int, out: int, out_stride: int, residual: int, residual_stride: int, bias: int,
+    column: int, row: int, count: int,
+) -> None:  # fmt: skip
     """Finish the outputs of `count` rows from `row` on, a multiple of ROWS, whose totals lie in memory."""
-    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
-    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
-    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
     for start in range(0, count, ROWS):
         for slot in range(ROWS):
             index = row + start + slot
@@ -475,6 +477,9 @@ def _unpacked_products(
 ) -> None:
     """`_products` of layouts whose super-blocks are unpacked, if there are enough rows."""
     weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
+    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
+    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
+    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
     row, buffer = first, table + _BUFFER
     totals = buffer + BUFFER_BYTES
     while last - row >= _least_rows(layout):
@@ -487,7 +492,7 @@ def _unpacked_products(
                 for slot in range(ROWS):
                     store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
                 unpacked_product(layout, table, buffer, k, unit, totals + 64 * start)
-        _write_rows(table, totals, p, tile, row, count)
+        _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
         row += count
     _products(layout, row, last, table, p, tile, x, x_stride, k)
 
@@ -524,11 +529,14 @@ def _matrix_products_by(others: Any) -> Any:
         row, memory = first, table + _BUFFER
         if last - first >= _least_matrix_rows(PROJECTION.matrix_rows(p)):
             weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
+            out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
+            residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
+            bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
             while last - row >= FEW_ROWS:
                 count = min(last - row, MOST_ROWS) // FEW_ROWS * FEW_ROWS
                 totals = memory + MATRIX_BYTES
                 matrix_product(layout, weights, k, x + row * x_stride, x_stride, count, memory, totals)
-                _write_rows(table, totals, p, tile, row, count)
+                _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
                 row += count
         others(layout, row, last, table, p, tile, x, x_stride, k)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, I64, Emitter, Value, vector
+from localinfer.kernels.cpu.compiled.emit import I8, I32, I64, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.tile import Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.layouts import Layout
@@ -28,9 +28,7 @@ ROWS = 16
 """Rows of activations of one product; of the last one eight."""
 FEW_ROWS = 8
 
-_HALVES = (
-    *(Layout.Q6_K, Layout.NVFP4, Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0, Layout.IQ2_XS, Layout.IQ2_S),
-)
+_HALVES = (*(Layout.Q6_K, Layout.NVFP4, Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0, Layout.IQ2_XS, Layout.IQ2_S),)
 """Layouts of which a body sums 16 columns at a time, since each has a scale of its own; of others 32."""
 _WITH_MINIMUMS = (Layout.Q4_1, Layout.Q5_1, Layout.Q4_K, Layout.Q5_K)
 """Layouts whose dot products are followed by minimums."""
@@ -62,6 +60,7 @@ class UnpackingTile(Tile):
         self.target = target
         """Address of what would be the codes of column 0."""
         self._offset = 0
+        """What codes are stored less."""
 
     @property
     def takes_signed(self) -> bool:
@@ -78,18 +77,21 @@ class UnpackingTile(Tile):
         return self.emit.zeros(I32)
 
     def biased_start(self, record: Any) -> Value:
-        self._offset = 128
+        self._offset = 128 if self.emit.multiplies_unsigned else 0
         return self.emit.zeros(I32)
 
     def dot(
         self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
     ) -> list[Value]:
         emit = self.emit
-        signed = emit.builder.sub(codes, emit.splat_constant(I8, self._offset, 64)) if self._offset else codes
+        less = 128 if product == emit.dot_biased else self._offset
+        signed = emit.builder.sub(codes, emit.splat_constant(I8, less, 64)) if less else codes
         emit.store(signed, self.at(self.target, column, 16), 16 * offset, align=64)
         return dots
 
-    def accumulate(self, total: Value, dot: Value, weight_scale: Value, record: Any, *, is_started: bool = False) -> Value:
+    def accumulate(
+        self, total: Value, dot: Value, weight_scale: Value, record: Any, *, is_started: bool = False
+    ) -> Value:
         return total
 
     def add_minimums(self, totals: list[Value], minimum: Value, block: list[Any]) -> list[Value]:
@@ -161,9 +163,7 @@ class SummingTile(Tile):
         emit, b = self.emit, self.emit.builder
         group = self.at(self.sums_address, column, 64 * ROWS // self._group)
         start = 64 * ROWS * (offset // self._group)
-        return [
-            b.add(dot, emit.load(group, vector(I32), start + 64 * t, align=64)) for t, dot in enumerate(dots)
-        ]
+        return [b.add(dot, emit.load(group, vector(I32), start + 64 * t, align=64)) for t, dot in enumerate(dots)]
 
     def add_dots(self, totals: list[Value], dots: list[Value], weight_scale: Value, block: list[Any]) -> list[Value]:
         if self.layout not in _WITH_MINIMUMS:
@@ -279,9 +279,10 @@ class _Products:
 
         def block(column: Value, _: list[Value], size: int) -> Sequence[Value]:
             """`size` columns from one of the chunk on."""
-            codes, target = (b.add(base, b.mul(column, emit.i64(each))) for base, each in (
-                (self._memory, 16), (sums, 64 * ROWS // group)
-            ))
+            codes, target = (
+                b.add(base, b.mul(column, emit.i64(each)))
+                for base, each in ((self._memory, 16), (sums, 64 * ROWS // group))
+            )
             for index in range(size // group):
                 turn = index % 2
                 total, factor = (_TOTALS[turn], _LEFT[turn]) if count == ROWS else (_FEW_TOTALS, _FEW_LEFT)

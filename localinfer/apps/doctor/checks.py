@@ -237,7 +237,6 @@ def faster_instructions(path: str, machine: str, features: Mapping[str, bool]) -
     return [_X86_INSTRUCTIONS[name] for name in names[1 : names.index(path) if path in names else len(names)]]
 
 
-
 def _threads() -> Facts:
     from localinfer.models.load.threads import available_threads
 

@@ -29,6 +29,7 @@ _AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni"
 TARGETS: dict[str, tuple[ISA, str, str, str]] = {
     "avx512vnni": (ISA.AVX512_VNNI, "x86_64-unknown-linux-gnu", "x86-64", _AVX512),
     "avx512vbmi": (ISA.AVX512_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX512},+avx512vbmi"),
+    "amx": (ISA.AMX, "x86_64-unknown-linux-gnu", "sapphirerapids", f"{_AVX512},+avx512vbmi,+amx-tile,+amx-int8"),
     "avxvnni": (ISA.AVX_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX2},+avxvnni"),
     "avxvnni of avx512": (ISA.AVX_VNNI, "x86_64-unknown-linux-gnu", "x86-64", f"{_AVX2},+avx512vnni,+avx512vl"),
     "avx2": (ISA.AVX2, "x86_64-unknown-linux-gnu", "x86-64", _AVX2),
@@ -86,8 +87,15 @@ Targets that differ from another one in the spelling have fewer. "pairs" and "sh
 their paths, and compute the same from tiles that these take.
 """
 
+MATRICES = {
+    f"matrices of {layout.name}": (matmul.matrix_product, [_literal(int(layout)), *[_ADDRESS] * 7])
+    for layout in (Layout.Q4_0, Layout.Q4_K)
+}
+"""Products by AMX, of a layout of blocks and one of super-blocks: instructions are the same of every one."""
+
 PIECES: dict[str, tuple[Any, list[Any]]] = {
     **{layout.name: tile(layout, 4) for layout in Layout},
+    **MATRICES,
     "quantize": (matmul.quantize_block, [_ADDRESS] * 3),
     "key scores": (attention_tiles.score_keys, [_literal(1), *[_ADDRESS] * 4]),
     "softmax": (attention_tiles.softmax_chunk, [*[_ADDRESS] * 5, _FLOAT, _FLOAT, *[_ADDRESS] * 3]),
@@ -106,11 +114,14 @@ PIECES: dict[str, tuple[Any, list[Any]]] = {
 
 def pieces_of(target_name: str) -> list[str]:
     """Names of the pieces that are compiled for a target."""
+    if target_name == "amx":
+        # All others are those of AVX-512 VNNI.
+        return list(MATRICES)
     layouts = {layout.name for layout in _SOME_LAYOUTS.get(target_name, Layout)}
     if TARGETS[target_name][0] is ISA.NEON_I8MM or target_name == "shared bytes":
         # Only products are other than those of another target.
         return [name for name in PIECES if name in {*layouts, "quantize"}]
-    return [name for name in PIECES if name in layouts or name not in Layout.__members__]
+    return [name for name in PIECES if name in layouts or name not in {*Layout.__members__, *MATRICES}]
 
 
 def runs_here(target_name: str) -> bool:
@@ -125,7 +136,8 @@ def _is_optimised(target_name: str, name: str) -> bool:
 
     As they are emitted, LLVM's code generator takes minutes for products of pairs.
     """
-    return TARGETS[target_name][0] is ISA.NEON_I8MM or (target_name == "neon" and name in COMMON)
+    is_one = target_name == "amx" or (target_name == "neon" and name in COMMON)
+    return TARGETS[target_name][0] is ISA.NEON_I8MM or is_one
 
 
 def _piece(target_name: str, name: str) -> tuple[Any, list[Any], int]:
@@ -170,7 +182,7 @@ def made(target: tuple[ISA, str, str, str], intrinsic: Any, argument_types: list
 def listings(target_name: str, tiles: Tiles) -> Iterator[tuple[str, str, str]]:
     """Name, digest and assembly of each piece of a target; where it is not run the digest is empty."""
     texts = {name: assembly(target_name, name) for name in pieces_of(target_name)}
-    quantize = _linked(target_name, "quantize", texts) if runs_here(target_name) else None
+    quantize = _linked(target_name, "quantize", texts) if runs_here(target_name) and "quantize" in texts else None
     for name, text in texts.items():
         content = b""
         if quantize is not None:

@@ -10,7 +10,6 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from localinfer.kernels.cpu.compiled import emit
 from localinfer.kernels.cpu.compiled.emit import I64, Emitter, Value
 
 _REGISTERS = 8
@@ -100,16 +99,12 @@ class Registers:
 
 
 def emulate(registers: Registers) -> type[Emitter]:
-    """An `Emitter` for any x86-64 target that has matrices and unsigned codes, as with AMX; these are computed here."""
+    """An `Emitter` for any x86-64 target that has matrices besides."""
 
     class EmulatingEmitter(Emitter):
         def __init__(self, context: Any, builder: Any) -> None:
             super().__init__(context, builder)
             self.has_matrices = True
-
-        @property
-        def multiplies_unsigned(self) -> bool:
-            return True
 
         def _run(self, name: str, *operands: Value) -> None:
             kind = ir.FunctionType(ir.VoidType(), [I64] * len(operands))
@@ -135,8 +130,3 @@ def emulate(registers: Registers) -> type[Emitter]:
             self._run("dot", *map(self.i64, (total, rows, columns)))
 
     return EmulatingEmitter
-
-
-def install(registers: Registers) -> None:
-    """Make all intrinsics of this process from now on by the emulating emitter."""
-    emit.Emitter = emulate(registers)  # type: ignore[misc]

@@ -9,7 +9,7 @@ import pytest
 
 from localinfer.kernels.cpu.compiled import matmul
 from localinfer.kernels.layouts import PAIRED_LAYOUTS, SHARED_PAIRED_LAYOUTS, Layout, is_float
-from tests.bench.bench_assembly import COMMON, spills
+from tests.bench.bench_assembly import COMMON, innermost, spills
 from tests.kernels.cpu.emit_assembly import TARGETS, pieces_of, runs_here
 from tests.kernels.cpu.stored_digests import stored
 from tests.kernels.subprocesses import REPOSITORY, environment
@@ -28,6 +28,8 @@ DOT_PRODUCTS = {
     "apple": r"sdot(\.4s)?\s+v\d+",
 }
 
+
+_OF_REGISTERS = ("ldtilecfg", "tdpbssd", "tilerelease")
 
 LONGEST = 100
 """Seconds of the program."""
@@ -71,6 +73,24 @@ def test_products_of_pairs_multiply_matrices_and_nothing_else(listings: Listings
             assert instructions == wanted, name
 
 
+def test_products_by_amx_configure_registers_multiply_and_release_them(listings: Listings) -> None:
+    for name in pieces_of("amx"):
+        lines = listings["amx", name].splitlines()
+        used = re.findall(r"^\s+(\w+)\s.*%tmm", listings["amx", name], flags=re.MULTILINE)
+        assert used and set(used) <= {"tilezero", "tileloadd", "tdpbssd", "tilestored"}, name
+        places = [[i for i, line in enumerate(lines) if re.match(rf"\s+{one}\b", line)] for one in _OF_REGISTERS]
+        configured, products, released = places
+        assert len(configured) == len(released) == 1 and configured < products[:1] and products[-1:] < released, name
+        assert not re.search(r"^\s+call", listings["amx", name], flags=re.MULTILINE), name
+        multiplying = [loop for loop in map("\n".join, innermost(lines)) if "tdpbssd" in loop and "vfmadd" not in loop]
+        assert len(multiplying) == 4, "sixteen rows and eight, two blocks at a time and one"
+        assert not [loop for loop in multiplying if "(%rsp)" in loop], name
+
+
+def test_totals_of_sixteen_rows_stay_in_registers(listings: Listings) -> None:
+    assert not re.search(r"%zmm.*\(%rsp\)|\(%rsp\).*%zmm", listings["amx", "matrices of Q4_0"])
+
+
 @pytest.mark.parametrize("target", ["neon", "i8mm"])
 def test_no_product_of_a_common_layout_spills_in_its_innermost_loop(listings: Listings, target: str) -> None:
     """By four rows of activations, the most of dot products."""
@@ -109,7 +129,7 @@ def test_products_of_every_path_of_this_machine_are_those_that_are_stored(
 
 
 def test_every_target_is_looked_at(listings: Listings) -> None:
-    assert set(TARGETS) == {*DOT_PRODUCTS, "generic", "pairs", "shared bytes"}
+    assert set(TARGETS) == {*DOT_PRODUCTS, "amx", "generic", "pairs", "shared bytes"}
     assert set(listings) == {(target, piece) for target in TARGETS for piece in pieces_of(target)}
     whole = ("avx512vnni", "avxvnni of avx512", "avx2")
     assert all({*Layout.__members__} <= {*pieces_of(target)} for target in whole)
