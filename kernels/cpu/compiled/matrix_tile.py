@@ -28,7 +28,7 @@ ROWS = 16
 """Rows of activations of one product; of the last one eight."""
 FEW_ROWS = 8
 
-_HALVES = (*(Layout.Q6_K, Layout.NVFP4, Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0, Layout.IQ2_XS, Layout.IQ2_S),)
+_HALVES = (Layout.Q6_K, Layout.NVFP4, Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0, Layout.IQ2_XS, Layout.IQ2_S)
 """Layouts of which a body sums 16 columns at a time, since each has a scale of its own; of others 32."""
 _WITH_MINIMUMS = (Layout.Q4_1, Layout.Q5_1, Layout.Q4_K, Layout.Q5_K)
 """Layouts whose dot products are followed by minimums."""

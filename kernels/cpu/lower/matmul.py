@@ -143,7 +143,8 @@ def _head_matmul(tape: CpuTape, op: ops.HeadMatmul) -> None:
         )  # fmt: skip
         projection = parameters.PROJECTION.pack(
             **_weight_parameters(packed, head), out=target + 4 * (head * op.out_head_size + op.out_offset),
-            out_stride=out_stride, residual=zeros, residual_stride=0, bias=zeros, bias_stride=0, scale=1.0, matrix_rows=0,
+            out_stride=out_stride, residual=zeros, residual_stride=0, bias=zeros, bias_stride=0, scale=1.0,
+            matrix_rows=0,
         )  # fmt: skip
         tape.add(kernel, words, projection, writes=out, cost=cost, about=_described(weight))
 
