@@ -117,7 +117,7 @@ PROJECTION = Block(
     "weights tile_bytes tiles rows out out_stride residual residual_stride bias bias_stride scale matrix_rows",
     floats="scale",
 )
-"""matrix_rows: rows from which on they are multiplied by AMX, see `matrix_rows.py`; read with AMX only."""
+"""matrix_rows: rows from which on they are multiplied by AMX, see `lower/matmul.py`; read with AMX only."""
 EXPERT_MATMUL = Block(
     "x x_stride slot_stride columns experts selected groups weights expert_bytes tile_bytes tiles rows out out_stride "
     "bias bias_stride zeros"

@@ -44,7 +44,6 @@ from localinfer.kernels.cpu.compiled.emit import (
     emitted,
     vector,
 )
-from localinfer.kernels.cpu.compiled.matrix_tile import FEW_ROWS, MATRIX_BYTES, emit_product
 from localinfer.kernels.cpu.compiled.memory import load_i64, store_i64
 from localinfer.kernels.cpu.compiled.pair_tile import PairTile
 from localinfer.kernels.cpu.compiled.pool import (
@@ -68,9 +67,11 @@ from localinfer.kernels.cpu.compiled.tile import (
 from localinfer.kernels.cpu.compiled.unpacked import (
     BUFFER_BYTES,
     LEAST_ROWS,
+    MATRIX_BYTES,
     MOST_ROWS,
     ROWS,
     UNPACKED,
+    emit_product,
     load_totals,
     unpack,
     unpacked_product,
@@ -502,7 +503,7 @@ def matrix_product(
     emit: Emitter, layout: int, tile_address: Value, column_count: Value, x: Value, x_stride: Value, num_rows: Value,
     memory: Value, totals_address: Value,
 ) -> None:  # fmt: skip
-    """totals = x @ tile.T for a multiple of eight rows of activations, by AMX: see `matrix_tile.emit_product`."""
+    """totals = x @ tile.T for a multiple of eight rows of activations, by AMX: see `unpacked.emit_product`."""
     if not emit.has_matrices:
         # `_least_matrix_rows` asks for none.
         emit.call("llvm.trap", ir.VoidType(), [])
@@ -532,8 +533,8 @@ def _matrix_products_by(others: Any) -> Any:
             out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
             residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
             bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
-            while last - row >= FEW_ROWS:
-                count = min(last - row, MOST_ROWS) // FEW_ROWS * FEW_ROWS
+            while last - row >= ROWS:
+                count = min(last - row, MOST_ROWS) // ROWS * ROWS
                 totals = memory + MATRIX_BYTES
                 matrix_product(layout, weights, k, x + row * x_stride, x_stride, count, memory, totals)
                 _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)

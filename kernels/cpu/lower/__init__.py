@@ -10,7 +10,6 @@ from typing import Any
 
 from localinfer.kernels import ops
 from localinfer.kernels.cpu.lower import attention, elementwise, matmul, recurrent
-from localinfer.kernels.cpu.matrix_rows import choose_matrix_rows
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.jit.compile_ahead import compile_ahead, link
@@ -49,7 +48,7 @@ def lower_to_cpu(
     link(kernels, progress)
     for block, index, called in tape.calls:
         block[index] = called.address
-    choose_matrix_rows(tape)
+    matmul.choose_matrix_rows(tape)
     return CpuProgram(tape)
 
 

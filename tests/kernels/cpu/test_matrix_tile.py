@@ -12,10 +12,10 @@ import pytest
 from llvmlite import binding as llvm
 from numba import types
 
-from localinfer.kernels.cpu import matrix_rows
 from localinfer.kernels.cpu.compiled import emit, matmul
-from localinfer.kernels.cpu.compiled.matrix_tile import FEW_ROWS, MATRIX_BYTES, group_columns
+from localinfer.kernels.cpu.compiled.unpacked import MATRIX_BYTES, ROWS as FEW_ROWS, group_columns
 from localinfer.kernels.cpu.kernel_abi import activation_row_bytes
+from localinfer.kernels.cpu.lower import matmul as matrix_rows
 from localinfer.kernels.cpu.memory import Arena, address
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
@@ -67,7 +67,8 @@ def _piece(monkeypatch: pytest.MonkeyPatch, intrinsic: Any, argument_types: list
     monkeypatch.setattr(isa, "SELECTED", isa.SELECTED)
     target = isa.SELECTED, llvm.get_process_triple(), target_cpu(), target_features()
     machine, module = made(target, intrinsic, argument_types)
-    return run_pieces.linked(str(machine.emit_assembly(module)), argument_types)
+    # As kernels are: LLVM's code generator takes half a minute for a Q6_K as it is emitted.
+    return run_pieces.linked(str(machine.emit_assembly(numba.optimised(module, machine))), argument_types)
 
 
 @needs_x86
