@@ -47,24 +47,30 @@ AVX512 = frozenset({ISA.AMX, ISA.AVX512_VNNI})
 """Paths of AVX-512's vectors of 512 bits and products of bytes: AMX is this one, with products of many rows besides."""
 
 
+UNTRIED = frozenset({ISA.AMX})
+"""Paths that were emulated and have run on no such CPU yet: taken only where LOCALINFER_ISA names them."""
+
+
 def runs_on(path: ISA, features: Collection[str]) -> bool:
     """True if a target with these features can run a path."""
     return any(needed <= set(features) for needed in _NEEDED_FEATURES[path])
 
 
-def _features() -> list[str]:
-    return [name for name, is_there in host_features().items() if is_there]
-
-
 def available() -> list[ISA]:
-    """The paths that this CPU can run, best first; AMX where the system lets this process use it, which is asked."""
+    """The paths that this CPU can run and that are taken by themselves, best first."""
     features = _features()
-    return [path for path in ISA if runs_on(path, features) and (path is not ISA.AMX or amx_refusal() is None)]
+    return [path for path in ISA if runs_on(path, features) and path not in UNTRIED]
 
 
 def amx_refusal_here() -> str | None:
-    """The reason why this process may not use AMX, which the CPU has; None if it may, or if the CPU has none."""
-    return amx_refusal() if runs_on(ISA.AMX, _features()) else None
+    """The reason why this process does not use AMX, which the CPU has; None if it does, or if the CPU has none."""
+    if not runs_on(ISA.AMX, _features()) or SELECTED is ISA.AMX:
+        return None
+    return amx_refusal() or "its kernels have run on no such CPU yet (LOCALINFER_ISA=amx takes them)"
+
+
+def _features() -> list[str]:
+    return [name for name, is_there in host_features().items() if is_there]
 
 
 def pairs_rows() -> bool:
@@ -82,10 +88,13 @@ def select(wanted: str | None) -> ISA:
     choices = available()
     if not wanted:
         return choices[0]
+    refusal = None
+    if wanted == ISA.AMX.value and runs_on(ISA.AMX, _features()):
+        refusal = amx_refusal()
+        choices = choices if refusal else [ISA.AMX, *choices]
     for path in choices:
         if path.value == wanted:
             return path
-    refusal = amx_refusal_here() if wanted == ISA.AMX.value else None
     raise BackendUnavailableError(
         f"LOCALINFER_ISA is {wanted!r}, but this CPU runs {', '.join(path.value for path in choices)}"
         f"{f' ({refusal})' if refusal else ''}; "

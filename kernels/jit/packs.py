@@ -69,7 +69,6 @@ LEVELS: Mapping[str, Mapping[str, Level]] = {
         "avxvnni": Level(ISA.AVX_VNNI, "x86-64-v3", _V3 | {"avxvnni"}),
         "avx512vnni": Level(ISA.AVX512_VNNI, "x86-64-v4", _V4 | {"avx512vnni"}),
         "avx512vbmi": Level(ISA.AVX512_VNNI, "x86-64-v4", _V4 | _VBMI | {"avx512vnni"}),
-        "amx": Level(ISA.AMX, "x86-64-v4", _V4 | _VBMI | {"avx512vnni", "amx-tile", "amx-int8"}),
     },
     "aarch64": {
         "dotprod": Level(ISA.NEON_DOTPROD, "generic", _DOTPROD),

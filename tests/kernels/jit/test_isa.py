@@ -83,10 +83,15 @@ def amx_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return make
 
 
-def test_amx_is_taken_where_the_cpu_has_it_and_the_system_grants_it_once(amx_cpu: Callable[..., list[int]]) -> None:
+def test_amx_is_taken_where_it_is_named_and_the_system_grants_it_once(
+    amx_cpu: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = amx_cpu(AMX_FEATURES, 0)
-    assert available()[:2] == [ISA.AMX, ISA.AVX512_VNNI]
-    assert select(None) is select("amx") is ISA.AMX
+    assert select(None) is available()[0] is ISA.AVX512_VNNI
+    assert asked == []
+    assert select("amx") is ISA.AMX
+    assert "have run on no such CPU yet" in str(isa.amx_refusal_here())
+    monkeypatch.setattr(isa, "SELECTED", ISA.AMX)
     assert isa.amx_refusal_here() is None
     assert asked == [158, 0x1023, 18]
 
@@ -117,7 +122,8 @@ def test_no_other_system_than_linux_is_asked(
 ) -> None:
     asked = amx_cpu(AMX_FEATURES, 0)
     monkeypatch.setattr(host.sys, "platform", "win32")
-    assert select(None) is ISA.AVX512_VNNI
+    with pytest.raises(BackendUnavailableError, match="win32 is not known to allow it"):
+        select("amx")
     assert isa.amx_refusal_here() == "win32 is not known to allow it"
     assert asked == []
 
