@@ -255,7 +255,13 @@ class UnpackingTile(Tile):
         return self.emit.zeros(I32)
 
     def dot(
-        self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
+        self,
+        dots: list[Value],
+        codes: Value,
+        column: Value,
+        offset: int,
+        product: Callable[..., Value] | None = None,
+        largest: int = 127,
     ) -> list[Value]:
         emit = self.emit
         less = 128 if product == emit.dot_biased else self._offset
@@ -330,7 +336,13 @@ class SummingTile(Tile):
         return self.emit.zeros(I32)
 
     def dot(
-        self, dots: list[Value], codes: Value, column: Value, offset: int, product: Callable[..., Value] | None = None
+        self,
+        dots: list[Value],
+        codes: Value,
+        column: Value,
+        offset: int,
+        product: Callable[..., Value] | None = None,
+        largest: int = 127,
     ) -> list[Value]:
         if offset % self._group:
             return dots
