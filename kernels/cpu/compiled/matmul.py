@@ -66,6 +66,7 @@ from localinfer.kernels.cpu.compiled.tile import (
 )
 from localinfer.kernels.cpu.compiled.unpacked import (
     BUFFER_BYTES,
+    FEW_MATRIX_ROWS,
     LEAST_ROWS,
     MATRIX_BYTES,
     MOST_ROWS,
@@ -533,8 +534,8 @@ def _matrix_products_by(others: Any) -> Any:
             out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
             residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
             bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
-            while last - row >= ROWS:
-                count = min(last - row, MOST_ROWS) // ROWS * ROWS
+            while last - row >= FEW_MATRIX_ROWS:
+                count = min(last - row, MOST_ROWS) // FEW_MATRIX_ROWS * FEW_MATRIX_ROWS
                 totals = memory + MATRIX_BYTES
                 matrix_product(layout, weights, k, x + row * x_stride, x_stride, count, memory, totals)
                 _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)

@@ -199,8 +199,8 @@ Body = Callable[[Tile, Value, list[Value]], list[Value]]
 
 CHUNK_COLUMNS = 256
 """Columns that are unpacked at a time: a super-block, or as many blocks."""
-MATRIX_ROWS = 16
-"""Rows of activations of one product; the last one may be of ROWS."""
+MATRIX_ROWS, FEW_MATRIX_ROWS = 16, 8
+"""Rows of activations of one product; the last one may be of the few."""
 
 _HALVES = (Layout.Q6_K, Layout.NVFP4, Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0, Layout.IQ2_XS, Layout.IQ2_S)
 """Layouts of which a body sums 16 columns at a time, since each has a scale of its own; of others 32."""
@@ -230,7 +230,7 @@ class UnpackingTile(Tile):
 
     def __init__(self, emit: Emitter, layout: Layout, tile: Value, columns: Value, target: Value) -> None:
         # As many rows as no body treats apart.
-        super().__init__(emit, layout, tile, columns, [None] * ROWS)
+        super().__init__(emit, layout, tile, columns, [None] * FEW_MATRIX_ROWS)
         self.target = target
         """Address of what would be the codes of column 0."""
         self._offset = 0
@@ -371,7 +371,7 @@ def emit_product(
     emit: Emitter, body: Body, layout: Layout, tile: Value, columns: Value, x: Value, stride: Value, num_rows: Value,
     memory: Value, totals: Value,
 ) -> None:  # fmt: skip
-    """totals = x @ tile.T for `num_rows` rows, a multiple of ROWS.
+    """totals = x @ tile.T for `num_rows` rows, a multiple of FEW_MATRIX_ROWS.
 
     x: address of the first row of activations, the others `stride` bytes apart. memory: MATRIX_BYTES of the thread.
     totals: address of float32[num_rows][16].
@@ -388,7 +388,9 @@ def emit_product(
         last = b.select(is_whole, b.add(first, emit.i64(CHUNK_COLUMNS)), columns)
         products.unpack(first, last)
         emit.loop(emit.i64(0), last_whole, MATRIX_ROWS, [], lambda row, _: products.add(first, last, row, MATRIX_ROWS))
-        emit.loop(last_whole, num_rows, ROWS, [], lambda row, _: products.add(first, last, row, ROWS))
+        emit.loop(
+            last_whole, num_rows, FEW_MATRIX_ROWS, [], lambda row, _: products.add(first, last, row, FEW_MATRIX_ROWS)
+        )
         return []
 
     emit.loop(emit.i64(0), columns, CHUNK_COLUMNS, [], chunk)
@@ -418,7 +420,9 @@ class _Products:
         rows, row_bytes = [0] * 16, [0] * 16
         for number in range(8):
             is_right = number in _RIGHT
-            rows[number] = group // 4 if is_right else ROWS if number in (_FEW_TOTALS, _FEW_LEFT) else MATRIX_ROWS
+            rows[number] = (
+                group // 4 if is_right else FEW_MATRIX_ROWS if number in (_FEW_TOTALS, _FEW_LEFT) else MATRIX_ROWS
+            )
             row_bytes[number] = group if number in (*_LEFT, _FEW_LEFT) else 64
         words = b"".join(size.to_bytes(2, "little") for size in row_bytes)
         content = bytes([1, *[0] * 15]) + words + bytes(rows)

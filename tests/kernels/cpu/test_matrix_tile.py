@@ -13,7 +13,7 @@ from llvmlite import binding as llvm
 from numba import types
 
 from localinfer.kernels.cpu.compiled import emit, matmul
-from localinfer.kernels.cpu.compiled.unpacked import MATRIX_BYTES, ROWS as FEW_ROWS, group_columns
+from localinfer.kernels.cpu.compiled.unpacked import FEW_MATRIX_ROWS as FEW_ROWS, MATRIX_BYTES, group_columns
 from localinfer.kernels.cpu.kernel_abi import activation_row_bytes
 from localinfer.kernels.cpu.lower import matmul as matrix_rows
 from localinfer.kernels.cpu.memory import Arena, address
@@ -30,8 +30,13 @@ from tests.kernels.cpu.emit_assembly import PIECES, made
 from tests.kernels.cpu.emulated_matrices import Registers, emulate
 from tests.kernels.cpu.tape_runs import linear, random_rows, run_rows
 from tests.kernels.random_weights import random_weights
+from tests.support.samples import one_of_each
 
-LAYOUTS = [layout for layout in Layout if not is_float(layout)]
+LAYOUTS = one_of_each(
+    (layout for layout in Layout if not is_float(layout)),
+    lambda layout: (matmul._BODIES[layout].__name__, group_columns(layout), SIZES[layout].unit == 256),
+)
+"""One of each body, since compiling one takes 2 s; `CASES=all` tries all 26."""
 ROWS = 2 * FEW_ROWS + FEW_ROWS
 """A product of sixteen rows, and one of eight."""
 needs_x86 = pytest.mark.skipif(is_arm64(), reason="tiles lie otherwise on arm64")
