@@ -158,7 +158,8 @@ class GeneratingEngine(ABC):
 class OpenVinoEngine(GeneratingEngine):
     """OpenVINO GenAI, which converts a GGUF file when it loads it: `LLMPipeline` for token ids, prefixes not cached.
 
-    Its activations have a scale for each 128 columns, the fastest of its settings; its default is 32 for such files.
+    Its activations have a scale for each 128 columns, its fastest setting where that was measured (Cascade Lake); its
+    default is 32.
     """
 
     distribution = "openvino-genai"
