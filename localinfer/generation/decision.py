@@ -69,7 +69,13 @@ def decision_model(
     Raises: UnsupportedFormatError for one that was made to decide in a way that is not run.
     """
     from localinfer.generation.decision_heads import decision_head
-    from localinfer.generation.decision_readouts import JOINT, TEMPLATE_KEY, TrainedDecisionModel, decision_type
+    from localinfer.generation.decision_readouts import (
+        FOLDERS,
+        JOINT,
+        TEMPLATE_KEY,
+        TrainedDecisionModel,
+        decision_type,
+    )
     from localinfer.models.text.chat_template import ChatTemplate
 
     tokenizer = model.tokenizer
@@ -86,6 +92,10 @@ def decision_model(
         trained: TrainedDecisionModel = JointDecisionModel(
             engine, tokenizer, template, metadata, JointHead(engine, model)
         )
+    elif kind in FOLDERS:
+        from localinfer.generation.decision_folders import FolderDecisionModel
+
+        trained = FolderDecisionModel(engine, model, template, str(kind))
     else:
         trained = TrainedDecisionModel(engine, tokenizer, template, metadata, decision_head(str(kind), engine, model))
     return CalibratedDecisionModel(trained, model.file)

@@ -55,6 +55,8 @@ class HeadPrompt(NamedTuple):
     """Position of each option, rising."""
     kind: int = 0
     """Index of the question's type in `KINDS`."""
+    num_options: int = 0
+    """Options, for heads that read no places of them."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class PointerHead:
     def __init__(self, engine: Engine, model: "Model") -> None:
         """Read a model's head. Raises: CorruptFileError, UnsupportedFormatError for a file without it."""
         assert model.tokenizer is not None, "a model that decides has one"
-        self._engine, self._model = engine, model
+        self._begin(engine, model)
         found = model.tokenizer.encode(_OPTION_END, add_special=False, parse_special=True)
         if len(found) != 1:
             raise UnsupportedFormatError(
@@ -118,8 +120,10 @@ class PointerHead:
         bias = head_tensor(model, "cls.output.bias", (len(weight),)).astype(np.float64)
         self._weights = weight[: self._size], weight[self._size :]
         self._biases = bias[: self._size], bias[self._size :]
+
+    def _begin(self, engine: Engine, model: "Model") -> None:
+        self._engine, self._model, self._lock = engine, model, Lock()
         self._program: Program | None = None
-        self._lock = Lock()
 
     def lay_out(self, token_ids: Sequence[int], num_options: int, kind: str) -> HeadPrompt:
         """See `DecisionHead`."""
@@ -141,14 +145,14 @@ class PointerHead:
             states = reading.run([(*prompt.places, prompt.token_ids.size - 1) for prompt in prompts])
         finally:
             reading.close()
-        return HeadScores(list(map(self._products, states)), reading.cached_tokens, reading.computed_tokens)
+        return HeadScores(list(map(self._products, states, prompts)), reading.cached_tokens, reading.computed_tokens)
 
     def close(self) -> None:
         """See `DecisionHead`."""
         with self._lock:
             self._program = None
 
-    def _products(self, states: FloatArray) -> NDArray[np.float64]:
+    def _products(self, states: FloatArray, prompt: HeadPrompt) -> NDArray[np.float64]:
         """The scores of options, from their rows and the last one's, float32[options + 1, width]."""
         *_, last = rows = states.astype(np.float64)
         (query_weight, key_weight), (query_bias, key_bias) = self._weights, self._biases

@@ -107,6 +107,8 @@ HEADS = {"kev": Readout(codes=(), flattens=True), "laya": Readout(codes=())}
 """The types that have a head."""
 JOINT = {"clef": Readout(codes=(), true_first=True, sorts_choices=True, knows_labels_only=True)}
 """The types whose head reads all questions at once."""
+FOLDERS = {name: Readout(codes=()) for name in ("transformers", "transformers-jev")}
+"""Those of transformers' folders, whose settings are their own."""
 
 _PROBE = YesNo(instructions="?")
 """A question that begins like no other: what it shares with others is the state."""
@@ -149,7 +151,7 @@ class TrainedDecisionModel:
     ) -> None:
         """template: that of `TEMPLATE_KEY`. head: the model's, for types that have one."""
         kind = decision_type(metadata)
-        readout = (READOUTS | JOINT if head is None else HEADS).get(str(kind))
+        readout = (READOUTS | JOINT | FOLDERS if head is None else HEADS | FOLDERS).get(str(kind))
         if readout is None:
             raise UnsupportedFormatError(
                 f"this model decides by a head of type {kind!r}, which is not run; wanted "

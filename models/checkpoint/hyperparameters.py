@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.attention_families import latent_sizes
 from localinfer.models.checkpoint.changes import Change, Derived
+from localinfer.models.checkpoint.decision_files import is_jev
 from localinfer.models.checkpoint.encoder_families import is_ranker, ranker_metadata
 from localinfer.models.checkpoint.families import FAMILIES, find_family, read_text_config
 from localinfer.models.checkpoint.family import Family, Metadata
@@ -101,6 +102,8 @@ def read_hyperparameters(config: dict[str, Any], name: str) -> Hyperparameters:
         # The last token's states times one matrix: `GenericForSequenceClassification` of transformers.
         keys |= ranker_metadata(settings)
         family = replace(family, heads={**family.heads, "cls.output": "score"})
+    if is_jev(config):
+        family = replace(family, heads={**family.heads, "decision.proj": "proj"})
     is_dynamic = keys.pop(DYNAMIC_ROPE_KEY, False)
     if family.has_windows:
         keys |= _windows(settings, num_layers, family)

@@ -22,6 +22,7 @@ from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError, 
 from localinfer.models.checkpoint.adapter import ADAPTER_FILE, ADAPTER_KEY, read_adapter
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
+from localinfer.models.checkpoint.decision_files import decision_metadata, is_jev, name_head
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.late_families import prompt_metadata
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
@@ -111,6 +112,7 @@ class CheckpointModel(Closing):
 
     def __init__(self, folder: CheckpointFolder, *, warns: bool = True) -> None:
         """Read a folder, which is closed with it. warns: of tensors that are left aside."""
+        name_head(folder)
         parameters = read_hyperparameters(folder.config, folder.path.resolve().name)
         self._reader = open_quantization(folder)
         settings = quantization_settings(folder)
@@ -119,7 +121,8 @@ class CheckpointModel(Closing):
             unused.update(name for name in folder.tensors if self._reader.is_unused(name))
         parts = {name: self._part(name) for name in folder.tensors if name not in unused}
         text_modules = read_text_modules(folder)
-        is_headless = text_modules.pooling_type is not None and not has_head(folder.tensors)
+        is_headless = text_modules.pooling_type is not None or is_jev(folder.config)
+        is_headless = is_headless and not has_head(folder.tensors)
         if is_headless or parameters.metadata.get(f"{parameters.family.architecture}.late_interaction"):
             parameters = replace(parameters, ties_embeddings=None)
         self._folder = folder
@@ -158,6 +161,7 @@ class CheckpointModel(Closing):
         metadata = parameters.metadata | self._per_layer(parameters) | ({} if adapter is None else adapter.metadata)
         if text_modules.pooling_type is not None:
             metadata.setdefault(f"{parameters.family.architecture}.pooling_type", text_modules.pooling_type)
+        metadata |= decision_metadata(folder, parameters.family.architecture)
         spelling = folder.json("tokenizer_config.json") or {}
         metadata |= reading_metadata(metadata, spelling)
         metadata |= prompt_metadata(metadata, folder.json("processor_config.json") or {}, spelling)

@@ -203,6 +203,15 @@ class ChatTemplate:
         with self._lock:
             return self._template(None)[1]
 
+    def reads(self, name: str) -> bool:
+        """Return whether the file's template reads a variable that it does not set itself."""
+        from jinja2 import meta
+
+        with self._lock:
+            _, is_fallback = self._template(None)
+            found = self._sandbox and self.source and not is_fallback and self._sandbox.parse(self.source)
+        return bool(found) and name in meta.find_undeclared_variables(found)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Text that ends a reply beside the vocabulary's own ends: only the fallback has any."""

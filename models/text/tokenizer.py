@@ -75,7 +75,7 @@ class Tokenizer:
         self.unknown_token_id = roles.get("unknown")
         self.eog_token_ids = vocabulary.end_of_generation_ids
         self.strips_space_at_start = self._encoder.adds_space
-        self._adds_space_once = vocabulary.flags.get("add_space_prefix_once", False)
+        self.adds_space_once = vocabulary.flags.get("add_space_prefix_once", False)
         self._before = self._added_ids("bos", self._encoder.adds_bos)
         self._after = self._added_ids("eos", self._encoder.adds_eos)
         if self.kind == "wordpiece":
@@ -192,7 +192,7 @@ class Tokenizer:
             if strips:
                 plain = plain.lstrip(_ASCII_SPACES)
             if plain:
-                starts_run = not self._adds_space_once if position else not continues_run
+                starts_run = not self.adds_space_once if position else not continues_run
                 if len(plain) < stretch_size:
                     part = self._encoder.encode(plain, is_run_start=starts_run)
                     count += len(part)
