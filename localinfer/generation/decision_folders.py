@@ -77,9 +77,8 @@ class FolderDecisionModel(TrainedDecisionModel):
     def _label_ids(self, labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token of each label."""
         found = [tuple(self._tokenizer.encode(label, add_special=False)) for label in labels]
-        if any(len(ids) != 1 or ids[0] == self._tokenizer.unknown_token_id for ids in found) or len(
-            set(found)
-        ) != len(found):
+        tokens = {ids for ids in found if len(ids) == 1 and ids[0] != self._tokenizer.unknown_token_id}
+        if len(tokens) != len(found):
             raise UnsupportedFormatError(
                 f"decision.json: labels {shown(list(labels))} are not each another token of this vocabulary; wanted "
                 f"labels of one token. {_WAY_OUT}"
