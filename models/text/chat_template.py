@@ -208,9 +208,9 @@ class ChatTemplate:
         from jinja2 import meta
 
         with self._lock:
-            _, is_fallback = self._template(None)
-            found = self._sandbox and self.source and not is_fallback and self._sandbox.parse(self.source)
-        return bool(found) and name in meta.find_undeclared_variables(found)
+            if self._template(None)[1] or self._sandbox is None or self.source is None:
+                return False
+            return name in meta.find_undeclared_variables(self._sandbox.parse(self.source))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -57,12 +57,16 @@ def tokenizer_document() -> tuple[dict[str, Any], int]:
     merges = [["Y", "e"], ["Ye", "s"], ["N", "o"], ["t", "h"], ["th", "e"], ["Ġ", "t"], ["Ġt", "h"], ["Ġth", "e"]]
     texts = [*letters, *map("".join, merges)]
     special = [added_token(len(texts) + place, text) for place, text in enumerate(("<|im_start|>", "<|im_end|>"))]
+    spelled = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
         "added_tokens": special,
         "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "pre_tokenizer": spelled,
         "post_processor": None,
-        "decoder": {"type": "ByteLevel"},
+        "decoder": spelled,
         "model": {"type": "BPE", "vocab": {text: index for index, text in enumerate(texts)}, "merges": merges},
     }
     return document, len(texts) + len(special)
