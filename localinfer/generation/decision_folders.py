@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from localinfer.models.text.chat_template import ChatTemplate
 
 _MARK, _SPLIT = "<|mark|>", "<|split|>"
-"""What a template writes behind the token that is read, and where text is encoded in two parts; neither has an id."""
+"""Marks of a template: behind the token that is read, and between texts that are encoded apart; neither has an id."""
 _KNOWN = frozenset(("labels", "temperature", "noul_options", "sanitize_control_tokens", "adapter", "sort_choices"))
 """Settings of decision.json; transformers ignores the last."""
 _ORDERS = (["true", "false"], ["false", "true"])

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.checkpoint.attention_families import latent_sizes
 from localinfer.models.checkpoint.changes import Change, Derived
-from localinfer.models.checkpoint.decision_files import is_jev
 from localinfer.models.checkpoint.encoder_families import is_ranker, ranker_metadata
 from localinfer.models.checkpoint.families import FAMILIES, find_family, read_text_config
 from localinfer.models.checkpoint.family import Family, Metadata
 from localinfer.models.checkpoint.settings import Settings, unknown_settings
+from localinfer.models.checkpoint.text_modules import is_jev
 from localinfer.models.decoder.block_config import MAX_BASE, MAX_CONTEXT, MAX_LAYERS, MAX_SCALE, MIN_BASE, MIN_SCALE
 from localinfer.models.decoder.metadata_keys import DYNAMIC_ROPE_KEY
 from localinfer.models.decoder.positions import plain_frequencies

@@ -22,11 +22,10 @@ from localinfer.errors import CorruptFileError, ModelFileError, TokenizerError, 
 from localinfer.models.checkpoint.adapter import ADAPTER_FILE, ADAPTER_KEY, read_adapter
 from localinfer.models.checkpoint.changes import Derived, ExpertRows, RowOrder
 from localinfer.models.checkpoint.contrastive_families import reading_metadata
-from localinfer.models.checkpoint.decision_files import decision_metadata, is_jev, name_head
 from localinfer.models.checkpoint.hyperparameters import Hyperparameters, read_hyperparameters
 from localinfer.models.checkpoint.late_families import prompt_metadata
 from localinfer.models.checkpoint.tensor_plan import PlannedTensor, has_head, part_names, plan_tensors
-from localinfer.models.checkpoint.text_modules import read_text_modules
+from localinfer.models.checkpoint.text_modules import decision_metadata, is_jev, name_head, read_text_modules
 from localinfer.models.checkpoint.tokenizer_json import read_tokenizer
 from localinfer.models.decoder.checked_weights import is_of_adapter
 from localinfer.models.decoder.metadata_keys import SAMPLING_PREFIX

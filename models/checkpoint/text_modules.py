@@ -1,13 +1,14 @@
-"""Steps behind the model in a folder of Sentence Transformers: pooling of a text's vector, and matrices after that.
+"""Steps behind the model that files beside config.json describe: pooling of texts, matrices after that, and decisions.
 
-`modules.json` lists the steps, each in a folder of its own. Source: the library's own files (sentence-transformers,
-`models/Pooling.py` and `models/Dense.py`).
+Sentence Transformers lists its steps in `modules.json`, each in a folder of its own. Source: the library's own files
+(sentence-transformers, `models/Pooling.py` and `models/Dense.py`). transformers 5.24 keeps a model's way to decide in
+`decision.json` and a template. Source: its `decision` package and its model `jev`.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ _TYPES = {"F16": TensorType.F16, "BF16": TensorType.BF16, "F32": TensorType.F32}
 _LIST = "modules.json"
 _MAX_MODULES = 64
 _DENSE_NAMES = ("dense_2", "dense_3")
+JEV = "jev"
+"""`model_type` of a text model with a linear head."""
+_DECISION, _TEMPLATE = "decision.json", "decision_template.jinja"
+_OTHER_FORMS = ("judge_config.json", "decision_config.json")
+"""Of heads that lie beside the weights, in files of their own."""
+_ADAPTER = "adapter_config.json"
+_OF_HEAD = ("offsets", "softcap", "num_verbalizers")
 _WAY_OUT = "Download the folder again or choose another model."
 
 
@@ -158,3 +166,39 @@ def _dense(folder: CheckpointFolder, where: str, name: str) -> tuple[dict[str, N
     if f"{name}.weight" not in tensors:
         raise CorruptFileError(f"{path} has no linear.weight. {_WAY_OUT}")
     return tensors, path
+
+
+def is_jev(config: dict[str, Any]) -> bool:
+    """Return whether config.json is that of a text model with such a head."""
+    return config.get("model_type") == JEV
+
+
+def name_head(folder: CheckpointFolder) -> None:
+    """Name the matrix of such a head as the model does; transformers saves it as `weight`."""
+    stored = folder.tensors.pop("weight", None) if is_jev(folder.config) else None
+    if stored is not None:
+        folder.tensors["proj.weight"] = replace(stored, name="proj.weight")
+
+
+def decision_metadata(folder: CheckpointFolder, architecture: str) -> dict[str, object]:
+    """Metadata of how a folder decides, empty where no file says so; `generation.decision_folders` judges it.
+
+    Names and keys are ours. Raises: CorruptFileError for a damaged file.
+    """
+    template, other = folder.text(_TEMPLATE), [name for name in _OTHER_FORMS if (folder.path / name).exists()]
+    settings = folder.json(_DECISION)
+    if template is None and settings is None and not other and not is_jev(folder.config):
+        return {}
+    text = folder.config.get("text_config")
+    found = {
+        "settings": settings or {},
+        "other_files": [*other, *([_ADAPTER] if (folder.path / _ADAPTER).exists() else [])],
+        "is_causal": not isinstance(text, dict) or text.get("is_causal") is not False,
+        "head": {name: folder.config[name] for name in _OF_HEAD if name in folder.config},
+    }
+    prefix = f"{architecture}.decision"
+    metadata: dict[str, object] = {
+        f"{prefix}.type": "transformers-jev" if is_jev(folder.config) else "transformers",
+        f"{prefix}.settings": json.dumps(found, sort_keys=True),
+    }
+    return metadata if template is None else metadata | {"tokenizer.chat_template.systemone": template}
