@@ -1,16 +1,19 @@
 """Every option of every command, once with a value that is good and once with one that is not: never a traceback."""
 
 import io
+import json
 import logging
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
 import pytest
 
+import localinfer
 from localinfer.apps.cli import localinfer_command as commands, main
 from localinfer.apps.evaluate import measure
 from localinfer.apps.server.app import LocalServer
@@ -22,6 +25,15 @@ from tests.apps.cli.option_lines import BAD, GOOD, cases, lines_of
 from tests.models.talking_models import build_talking_model
 
 DEMO = str(Path(demo.__file__).parent / "demo-f16.gguf")
+
+
+@cache
+def _calibration() -> str:
+    """A calibration of the demo model."""
+    with localinfer.load(DEMO) as llm:
+        questions = {"ran": localinfer.YesNo(instructions="Did it?")}
+        calibration = localinfer.DecisionCalibration.fit(llm, questions, [("It ran.", {"ran": True})])
+    return json.dumps(calibration.to_json())
 
 
 @pytest.fixture
@@ -57,7 +69,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken").write_text("{% for %}")
     (tmp_path / "asked").write_text('{"ran": {"type": "noul", "instructions": "Did it?"}}')
     (tmp_path / "labelled").write_text('{"state": "It ran.", "expected": {"ran": true}}\n' * 4)
-    (tmp_path / "fitted").write_text('{"ran": {"temperature": 2, "points": []}}')
+    (tmp_path / "fitted").write_text(_calibration())
     (tmp_path / "settings").write_text('[models.demo]\naliases = "small"\nthreads = 1\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKEN_OF_THIS_TEST", "secret")

@@ -54,7 +54,7 @@ class ObservedWorld(World):
         self.count(stored=known.num_stored, removed=known.num_removed, cleared=known.num_cleared)
 
 
-@pytest.mark.parametrize(("model", "seed"), [("dense", 1), ("window", 4), ("hybrid", 1)])
+@pytest.mark.parametrize(("model", "seed"), [("dense", 1), ("window", 7), ("hybrid", 1)])
 def test_events_tell_what_the_cache_holds_after_every_operation(
     monkeypatch: pytest.MonkeyPatch, model: str, seed: int
 ) -> None:
