@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from localinfer.quant.checkpoint.model_file import ModelFile
     from localinfer.storage.chats import EncodedChat
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _YES_NO = ("Yes", "No")
 _SAMPLE_BYTES = 256
 """Of a tensor at each of three places, for a model's digest."""
@@ -266,8 +266,8 @@ def _forms(question: Question, orders: int) -> list[_Form]:
         return [_Form(text, labels, tuple(range(len(labels))))]
     options = list(question.options.items())
     count = len(options)
-    if count <= len(_LETTERS):
-        labels, kind = tuple(_LETTERS[:count]), "letter"
+    if count <= len(ascii_uppercase):
+        labels, kind = tuple(ascii_uppercase[:count]), "letter"
     else:
         # Of one length, so that none is the beginning of another.
         labels, kind = tuple(f"{number:0{len(str(count))}}" for number in range(1, count + 1)), "number"

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,6 @@ _KNOWN = frozenset(("labels", "temperature", "noul_options", "sanitize_control_t
 """Settings of decision.json; transformers ignores the last."""
 _ORDERS = (["true", "false"], ["false", "true"])
 _USUAL_LABELS = {"noul": ["Yes", "No"]}
-_LETTERS = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _WAY_OUT = "Use another model, or run this one with transformers."
 
 
@@ -52,7 +52,7 @@ class FolderDecisionModel(TrainedDecisionModel):
         temperatures = settings.get("temperature", {})
         self._temperatures = {name: float(temperatures.get(name, 1.0)) for name in KINDS}
         given = settings.get("labels", {})
-        self._named = {name: given.get(name) or _USUAL_LABELS.get(name, _LETTERS) for name in KINDS}
+        self._named = {name: given.get(name) or _USUAL_LABELS.get(name, list(ascii_uppercase)) for name in KINDS}
         special = dict(model.tokenizer.special_ids)
         self._spellings = SpellingFinder({_MARK: -1, _SPLIT: -1, **special})
 

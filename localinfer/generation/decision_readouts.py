@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_letters, ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,17 +44,15 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
 
 TEMPLATE_KEY = "tokenizer.chat_template.systemone"
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_CODES = (*_LETTERS, *(first + second for first in _LETTERS for second in _LETTERS))
+_CODES = (*ascii_uppercase, *(first + second for first in ascii_uppercase for second in ascii_uppercase))
 """Labels of most types: those that are one token, in this order."""
-_ASCII_LETTERS = _LETTERS + _LETTERS.lower()
 _YES_NO_SPELLINGS = {"true": ("yes", "Yes", "YES"), "false": ("no", "No", "NO")}
 _FURTHER_CODES = (
-    *_LETTERS,
+    *ascii_uppercase,
     *(f"{number:02}" for number in range(100)),
-    *_LETTERS.lower(),
+    *ascii_lowercase,
     *(f"#{number}" for number in range(200)),
-    *_CODES[len(_LETTERS) :],
+    *_CODES[len(ascii_uppercase) :],
 )
 """Labels of `lfm2-d1` in place of those that are several tokens."""
 
@@ -91,7 +90,7 @@ class Readout:
 
 
 READOUTS = {
-    "openjev": Readout(codes=(*_LETTERS, *_LETTERS.lower()), names_labels=False, true_first=True),
+    "openjev": Readout(codes=(*ascii_uppercase, *ascii_lowercase), names_labels=False, true_first=True),
     "lev": Readout(
         num_ratings=9,
         reverses_choices=True,
@@ -327,10 +326,11 @@ class TrainedDecisionModel:
                         "another copy of the model."
                     )
             return spelled
-        if all(len(key) == 1 and key in _ASCII_LETTERS for key in keys):
+        if all(len(key) == 1 and key in ascii_letters for key in keys):
             codes = keys
         else:
-            codes = list(_LETTERS[: len(keys)]) if len(keys) <= len(_LETTERS) else [f"{n:02}" for n in range(len(keys))]
+            letters = ascii_uppercase[: len(keys)]
+            codes = list(letters) if len(letters) == len(keys) else [f"{n:02}" for n in range(len(keys))]
         found: list[tuple[str, tuple[int, ...]]] = []
         used: set[int] = set()
         for code in codes:
