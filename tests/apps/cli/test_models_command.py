@@ -63,30 +63,34 @@ def test_a_model_is_pulled_listed_used_and_removed(hub, capsys):
     assert f"`localinfer pull {NAME}` brings it" in capsys.readouterr().err
 
 
-def test_a_model_of_ollama_runs_from_where_it_lies(hub, tmp_path, capsys, monkeypatch):
+def write_ollama_model(folder: Path) -> Path:
+    """The demo model as `tiny:1b` in Ollama's store, whose files have checksums for names; the path of its file."""
     content = DEMO.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    blobs, manifests = tmp_path / "ollama/blobs", tmp_path / "ollama/manifests/registry.ollama.ai/library/tiny"
-    for folder in (blobs, manifests):
-        folder.mkdir(parents=True)
+    blobs, manifests = folder / "ollama/blobs", folder / "ollama/manifests/registry.ollama.ai/library/tiny"
+    for made in (blobs, manifests):
+        made.mkdir(parents=True)
     (blobs / f"sha256-{digest}").write_bytes(content)
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}", "size": len(content)}
     (manifests / "1b").write_text(json.dumps({"layers": [layer]}))
+    return blobs / f"sha256-{digest}"
+
+
+def test_a_model_of_ollama_runs_from_where_it_lies(hub, tmp_path, capsys):
+    blob = write_ollama_model(tmp_path)
     assert main(["list"]) == 0
     assert "list --all" in capsys.readouterr().err
     assert main(["list", "--all"]) == 0
-    assert f"tiny:1b         3.8 MB             ollama  {blobs}/sha256-{digest}" in capsys.readouterr().out
+    assert f"tiny:1b         3.8 MB             ollama  {blob}" in capsys.readouterr().out
     assert main(["run", "-m", "tiny:1b", "-p", "Once", "-n", "2", "--threads", "1", "--no-disk-cache"]) == 0
     assert main(["rm", "tiny:1b"]) == EXIT_BAD_INPUT
     assert "use `ollama rm`" in capsys.readouterr().err
 
 
-def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path, monkeypatch):
+def test_served_models_keep_the_name_they_were_asked_for(hub, tmp_path):
     from localinfer.apps.cli.serve import ModelsOptions, find_sources
 
-    blob = tmp_path / "sha256-abc"
-    blob.write_bytes(DEMO.read_bytes())
-    monkeypatch.setattr("localinfer.storage.hub.installed.find_model", lambda name: blob)
+    blob = write_ollama_model(tmp_path)
     [source], _ = find_sources("tiny:1b", ModelsOptions(), {})
     assert source.id == "tiny:1b" and source.path == blob
 
