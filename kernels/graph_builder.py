@@ -341,13 +341,16 @@ def _check_expert_factors(op: ops.ExpertFactors) -> None:
     _same_rows(x, op.expert_ids)
 
 
-def _check_short_convolution(op: ops.ShortConvolution) -> None:
+def _check_convolution(op: ops.ShortConvolution | ops.CentredConvolution) -> None:
     out, x, weight = op.out, op.x, op.weight
     _same_shape(out, x)
     check(x.rows is Rows.BATCH and out.index != x.index, f"{out.name} cannot take the convolution of {x.name}")
     is_right = weight.ndim == 2 and weight.shape[0] == x.width and weight.shape[1] > 1
     check(is_right, f"a convolution of {x.name}, {x.width} wide, has weights {weight.shape}")
-    _has_values(op.bias, x.width, "bias of a convolution")
+    if isinstance(op, ops.CentredConvolution):
+        check(weight.shape[1] % 2 == 1, f"a convolution around rows of {x.name} is over {weight.shape[1]} of them")
+    else:
+        _has_values(op.bias, x.width, "bias of a convolution")
 
 
 def _check_delta_rule(op: ops.GatedDeltaRule) -> None:
@@ -525,5 +528,6 @@ class GraphBuilder:
     gated_delta_rule = _writer(ops.GatedDeltaRule, _check_delta_rule)
     wkv = _writer(ops.Wkv, _check_wkv)
     stage_boundary = _writer(ops.StageBoundary)
-    short_convolution = _writer(ops.ShortConvolution, _check_short_convolution)
+    short_convolution = _writer(ops.ShortConvolution, _check_convolution)
+    centred_convolution = _writer(ops.CentredConvolution, _check_convolution)
     selective_scan = _writer(ops.SelectiveScan, _check_selective_scan)

@@ -78,6 +78,7 @@ from localinfer.kernels.ops.records import (
     Rows as Rows,
 )
 from localinfer.kernels.ops.recurrent import (
+    CentredConvolution as CentredConvolution,
     GatedDeltaRule as GatedDeltaRule,
     PreviousRow as PreviousRow,
     RecurrentOp as RecurrentOp,

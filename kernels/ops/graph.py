@@ -34,7 +34,7 @@ from localinfer.kernels.ops.elementwise import (
 )
 from localinfer.kernels.ops.matmul import ExpertFactors, ExpertMatmul, ExpertScale, ExpertSum, HeadMatmul, Matmul, Route
 from localinfer.kernels.ops.records import Buffer, EmbeddingTable, LinearWeight, Record
-from localinfer.kernels.ops.recurrent import PreviousRow, RecurrentOp, StateShape
+from localinfer.kernels.ops.recurrent import CentredConvolution, PreviousRow, RecurrentOp, StateShape
 from localinfer.types import FloatArray
 
 
@@ -51,8 +51,8 @@ class StageBoundary(Record):
 
 
 Op = (
-    Activate | Add | AddVector | Attention | Bound | ChooseBlocks | Clamp | CopyHeads | Embed | EmbedMedia
-    | EmbedPositions | EmbedTypes | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate
+    Activate | Add | AddVector | Attention | Bound | CentredConvolution | ChooseBlocks | Clamp | CopyHeads | Embed
+    | EmbedMedia | EmbedPositions | EmbedTypes | ExpertFactors | ExpertMatmul | ExpertScale | ExpertSum | GatedActivate
     | GaussianTopK | HeadMatmul | LayerNorm | Magnitude | Matmul | MeanRows | MixSlots | Multiply | MultiplySigmoid
     | PreviousRow | RecurrentOp | RmsNorm | Rope | RotateByRow | Route | Scale | ScaleByPosition | SelectOutput
     | Softcap | Softmax | StageBoundary | StoreKV | Xielu

@@ -63,6 +63,17 @@ class ShortConvolution(RecurrentOp):
         return short_convolution_state(*self.weight.shape)
 
 
+class CentredConvolution(Record):
+    """out[t, c] = sum over i of weight[c, i] * x[t - K // 2 + i, c]; rows outside the segment, a whole text, are 0.
+
+    weight: float32[width, K], K odd; its middle column meets the row itself.
+    """
+
+    out: Buffer
+    x: Buffer
+    weight: FloatArray
+
+
 def delta_rule_state(num_heads: int, num_key_heads: int, key_size: int, value_size: int, decays: int) -> StateShape:
     """State of a delta rule with this many decays per row."""
     keys, values = num_key_heads * key_size, num_heads * value_size

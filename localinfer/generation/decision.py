@@ -73,6 +73,7 @@ def decision_model(
         FOLDERS,
         JOINT,
         TEMPLATE_KEY,
+        OmniDecisionModel,
         TrainedDecisionModel,
         decision_type,
     )
@@ -97,7 +98,8 @@ def decision_model(
 
         trained = FolderDecisionModel(engine, model, template, str(kind))
     else:
-        trained = TrainedDecisionModel(engine, tokenizer, template, metadata, decision_head(str(kind), engine, model))
+        maker = OmniDecisionModel if kind == "lfm2-d1-omni" else TrainedDecisionModel
+        trained = maker(engine, tokenizer, template, metadata, decision_head(str(kind), engine, model))
     return CalibratedDecisionModel(trained, model.file)
 
 

@@ -18,7 +18,7 @@ from localinfer.arguments import shown
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError, UnsupportedFormatError
 from localinfer.generation.decision_heads import KINDS, HeadPrompt, PointerHead, head_tensor
-from localinfer.generation.decision_readouts import Prompt, TrainedDecisionModel, kind_of
+from localinfer.generation.decision_readouts import Prompt, TrainedDecisionModel, kind_of, pieces_of
 from localinfer.generation.questions import Question, checked_question
 from localinfer.models.text.tokenizer import SpellingFinder
 from localinfer.types import FloatArray, is_finite_number
@@ -107,16 +107,14 @@ class FolderDecisionModel(TrainedDecisionModel):
         segments = self._template.render_segments(
             [{"role": "user", "content": ""}], self._spellings, enable_thinking=False, state=state, question=asked
         )
-        parts: list[list[tuple[str, bool]]] = [[]]
+        read: list[tuple[str, bool]] = []
         for text, is_template in segments:
             before, mark, _ = text.partition(_MARK) if is_template else (text, "", "")
-            first, *others = before.split(_SPLIT) if is_template else [before]
-            parts[-1].append((first, is_template))
-            parts += [[(one, is_template)] for one in others]
+            read.append((before, is_template))
             if mark:
                 break
         ids: list[int] = []
-        for part in parts:
+        for _, part in pieces_of(read, _SPLIT, of_template=True):
             # A part begins as text behind a control token does.
             continues = bool(ids) and self._tokenizer.adds_space_once
             ids += self._tokenizer.encode_segments(

@@ -222,28 +222,25 @@ class _Reading(PromptForks):
             found[index].append(part)
 
 
-class MaskHead:
-    """Laya's: an encoder with layers behind it, whose classifier scores the row of the mask before each option.
+class LayersHead:
+    """Of an encoder with layers behind it, whose classifier scores the row of the mask that belongs to each option.
 
     The layers and the classifier are parts of the model's graph; see `Architecture.first_decision_layer`.
     """
+
+    marker = ""
 
     def __init__(self, engine: Engine, model: "Model") -> None:
         """Read a model's settings. Raises: CorruptFileError, UnsupportedFormatError for a file without them."""
         assert model.tokenizer is not None, "a model that decides has one"
         self._engine, self._pooler, self._lock = engine, TextPooler(engine, model), Lock()
-        metadata, prefix = model.file.metadata, f"{model.config.architecture}.decision"
         if not model.config.num_decision_layers:
             raise UnsupportedFormatError(
-                f"{prefix}.block_count is not in the file, or is not read for this architecture; wanted the number of "
-                "the head's layers, as a current converter of llama.cpp writes it"
+                f"{model.config.architecture}.decision.block_count is not in the file, or is not read for this "
+                "architecture; wanted the number of the head's layers, as a current converter of llama.cpp writes it"
             )
-        self._most = positive(metadata, f"{prefix}.max_head_tokens")
-        size = model.tokenizer.vocab_size
-        self._mask, self._separator = (
-            positive(metadata, f"{PREFIX}{role}_token_id", size) for role in ("mask", "seperator")
-        )
-        self.marker = model.tokenizer.token_text(self._mask)
+        self._size = model.tokenizer.vocab_size
+        self._mask = positive(model.file.metadata, f"{PREFIX}mask_token_id", self._size)
         width = model.config.hidden_size
         for name in ("cls.weight", "cls.bias", "cls.norm.weight", "cls.norm.bias", "cls.output.bias"):
             head_info(model, name)
@@ -255,6 +252,48 @@ class MaskHead:
         for name, shapes in shaped.items():
             if (shape := head_info(model, name).shape) not in shapes:
                 raise CorruptFileError(f"{name} has shape {shape}; wanted {shapes[0]}. Convert the model again.")
+
+    def lay_out(self, token_ids: Sequence[int], num_options: int, kind: str) -> HeadPrompt:
+        """See `DecisionHead`."""
+        ids = np.array(token_ids, np.int32)
+        places = np.flatnonzero(ids == self._mask)
+        if places.size != num_options:
+            raise UnsupportedFormatError(
+                f"the prompt of {num_options} options has {places.size} masks; wanted one of each. Convert the model "
+                "again with a current converter."
+            )
+        return HeadPrompt(ids, tuple(map(int, places)), KINDS.index(kind))
+
+    def score(self, prompts: Sequence[HeadPrompt], hints: CacheHints) -> HeadScores:
+        """See `DecisionHead`; an encoder computes each prompt whole."""
+        texts = [
+            PooledText(
+                self._engine.check_prompt(one.token_ids, needs_tokens=True), row_type=one.kind, places=one.places
+            )
+            for one in prompts
+        ]
+        # Of two threads one waits for the other's batches: a program grows while it is unused.
+        with self._lock:
+            found = self._pooler.pool(texts, Pooling.RANK)
+        scores = [rows.reshape(-1).astype(np.float64) for rows in found]
+        return HeadScores(scores, 0, sum(one.token_ids.size for one in prompts))
+
+    def close(self) -> None:
+        """See `DecisionHead`."""
+        with self._lock:
+            self._pooler.close()
+
+
+class MaskHead(LayersHead):
+    """Laya's, whose prompts are cut as in training."""
+
+    def __init__(self, engine: Engine, model: "Model") -> None:
+        """See `LayersHead`."""
+        super().__init__(engine, model)
+        assert model.tokenizer is not None, "a model that decides has one"
+        self._most = positive(model.file.metadata, f"{model.config.architecture}.decision.max_head_tokens")
+        self._separator = positive(model.file.metadata, f"{PREFIX}seperator_token_id", self._size)
+        self.marker = model.tokenizer.token_text(self._mask)
 
     def lay_out(self, token_ids: Sequence[int], num_options: int, kind: str) -> HeadPrompt:
         """See `DecisionHead`; the prompt is [cls] question [sep] ([mask] option)* [sep] state [sep]."""
@@ -279,25 +318,6 @@ class MaskHead:
         ends = np.cumsum([len(head), *map(len, options)])
         whole = np.array([*head, *chain.from_iterable(options), *ids[stop:]], np.int32)
         return HeadPrompt(whole, tuple(map(int, ends[:-1])), KINDS.index(kind))
-
-    def score(self, prompts: Sequence[HeadPrompt], hints: CacheHints) -> HeadScores:
-        """See `DecisionHead`; an encoder computes each prompt whole."""
-        texts = [
-            PooledText(
-                self._engine.check_prompt(one.token_ids, needs_tokens=True), row_type=one.kind, places=one.places
-            )
-            for one in prompts
-        ]
-        # Of two threads one waits for the other's batches: a program grows while it is unused.
-        with self._lock:
-            found = self._pooler.pool(texts, Pooling.RANK)
-        scores = [rows.reshape(-1).astype(np.float64) for rows in found]
-        return HeadScores(scores, 0, sum(one.token_ids.size for one in prompts))
-
-    def close(self) -> None:
-        """See `DecisionHead`."""
-        with self._lock:
-            self._pooler.close()
 
 
 def positive(metadata: Mapping[str, object], key: str, limit: int = 1 << 30) -> int:
@@ -336,5 +356,9 @@ def head_tensor(model: "Model", name: str, *shapes: tuple[int, ...]) -> FloatArr
 def decision_head(kind: str, engine: Engine, model: "Model") -> DecisionHead | None:
     """The head of a model of this type; None for one that is read by labels. Raises: CorruptFileError,
     UnsupportedFormatError."""
-    makers: dict[str, Callable[[Engine, Model], DecisionHead]] = {"kev": PointerHead, "laya": MaskHead}
+    makers: dict[str, Callable[[Engine, Model], DecisionHead]] = {
+        "kev": PointerHead,
+        "laya": MaskHead,
+        "lfm2-d1-omni": LayersHead,
+    }
     return makers[kind](engine, model) if kind in makers else None

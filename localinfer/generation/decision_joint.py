@@ -18,15 +18,9 @@ from numpy.typing import NDArray
 from localinfer.engine.engine import Engine
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.generation.decision_heads import head_info, head_tensor, positive
-from localinfer.generation.decision_readouts import Prompt, TrainedDecisionModel, replaced, sorted_keys
+from localinfer.generation.decision_readouts import Prompt, TrainedDecisionModel, pieces_of, replaced, sorted_keys
 from localinfer.generation.pooling import PooledText, TextPooler
-from localinfer.generation.questions import (
-    Content,
-    Decisions,
-    Messages,
-    Question,
-    checked_question,
-)
+from localinfer.generation.questions import Decisions, Question, checked_question
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import row_bytes
@@ -290,23 +284,13 @@ class JointDecisionModel(TrainedDecisionModel):
         """Give up memory, once the engine is closed."""
         self._joint.close()
 
-    def decide(
-        self,
-        state: Content,
-        questions: Mapping[str, Question],
-        *,
-        messages: Messages | None = None,
-        orders: int = 1,
-        cache_salt: str | None = None,
-        on_encoded: Callable[[int], object] | None = None,
+    def _decide(
+        self, about: Any, questions: Mapping[str, Question], salt: bytes, on_encoded: Callable[[int], object]
     ) -> Decisions:
-        """As `TrainedDecisionModel.decide`; nothing is cached, since the head reads every row."""
-        self._check(state, questions, messages, orders, cache_salt, on_encoded)
-        about = state if messages is None else [dict(message) for message in messages]
+        """See `TrainedDecisionModel`; nothing is cached: the head reads every row."""
         asked = [self._asked(name, checked_question(question)) for name, question in questions.items()]
         prompt = self._lay_out(about, asked)
-        if on_encoded is not None:
-            on_encoded(prompt.token_ids.size)
+        on_encoded(prompt.token_ids.size)
         answers = {}
         for (name, question), scores in zip(questions.items(), self._joint.score(prompt), strict=True):
             one = Prompt(prompt.token_ids, (), None, None, scores.size, self._temperature(question, scores.size))
@@ -334,18 +318,11 @@ class JointDecisionModel(TrainedDecisionModel):
             mark_question=_QUESTION,
             mark_option=_OPTION,
         )
-        pieces: list[list[tuple[str, bool]]] = [[]]
-        for text, is_template in segments:
-            first, *others = text.split(_SEPARATOR)
-            pieces[-1].append((first, is_template))
-            pieces += [[(one, is_template)] for one in others]
         ids: list[int] = []
         questions: list[Span] = []
         options: list[list[Span]] = []
-        for (text, is_template), *behind in pieces:
-            mark = next((mark for mark in (_QUESTION, _OPTION) if text.startswith(mark)), "")
-            # Trained with each piece encoded by itself.
-            piece = [(text.removeprefix(mark), is_template), *behind]
+        # Trained with each piece encoded by itself.
+        for mark, piece in pieces_of(segments, _SEPARATOR, (_QUESTION, _OPTION)):
             found = self._tokenizer.encode_segments(piece, max_tokens=self._engine.context_length)
             span = Span(len(ids), len(ids) + len(found))
             ids += found

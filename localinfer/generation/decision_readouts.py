@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from string import ascii_letters, ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from localinfer.engine.cache.block_hashes import common_length, salt_of
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.engine.engine import Engine
 from localinfer.errors import RequestError, UnsupportedFormatError
+from localinfer.generation.chat.media_parts import Segments, read_media_part
 from localinfer.generation.label_scores import Label, LabelPrompt, LabelScores, score_labels
 from localinfer.generation.questions import (
     MOST_OPTIONS,
@@ -102,13 +104,27 @@ READOUTS = {
     "lfm2-d1": Readout(codes=(), true_first=True, labels_each=True, may_lack_state=True),
 }
 """The types that are read by labels."""
-HEADS = {"kev": Readout(codes=(), flattens=True), "laya": Readout(codes=())}
+HEADS = {
+    "kev": Readout(codes=(), flattens=True),
+    "laya": Readout(codes=()),
+    "lfm2-d1-omni": Readout(codes=(), may_lack_state=True),
+}
 """The types that have a head."""
 JOINT = {"clef": Readout(codes=(), true_first=True, sorts_choices=True, knows_labels_only=True)}
 """The types whose head reads all questions at once."""
 FOLDERS = {name: Readout(codes=()) for name in ("transformers", "transformers-jev")}
 """Those of transformers' folders, whose settings are their own."""
 
+_OMNI_MARK = "<<d1omni:"
+_OMNI_SEPARATOR, _OMNI_STATE, _OMNI_QUESTION, _OMNI_OPTION = (
+    f"{_OMNI_MARK}{name}>>" for name in ("sep", "state", "question", "option")
+)
+"""Given to the template: what it writes between pieces, and before those that have a length of their own."""
+_MOST_TOKENS = 16384
+_LEAST_BUDGET, _BUDGET_OF_OPTION, _SPARED = 96, 24, 32
+_LEAST_QUESTION, _LEAST_OPTION, _TOKENS_AROUND_OPTION = 16, 2, 3
+"""Tokens: of a prompt; of all options at least, for each of them, and besides; of a question and of an option at least;
+around each option."""
 _PROBE = YesNo(instructions="?")
 """A question that begins like no other: what it shares with others is the state."""
 _SPACES = " \t\n\r"
@@ -191,18 +207,23 @@ class TrainedDecisionModel:
     ) -> Decisions:
         """As `DecisionModel.decide`; messages are the state, as JSON. Raises: RequestError for `orders`, too: the model
         was trained for its own."""
-        salt = self._check(state, questions, messages, orders, cache_salt, on_encoded)
-        about = state if messages is None else [dict(message) for message in messages]
-        if messages is not None:
-            # Pictures are no JSON, and nothing reads them.
-            written(about)
+        check_request(state, questions, messages, on_encoded, may_lack_state=self._readout.may_lack_state)
+        if orders != 1:
+            raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
+        salt = salt_of(cache_salt)
+        about = state if messages is None else _without_media(messages)
+        return self._decide(about, questions, salt, on_encoded or (lambda num_tokens: None))
+
+    def _decide(
+        self, about: Any, questions: Mapping[str, Question], salt: bytes, on_encoded: Callable[[int], object]
+    ) -> Decisions:
+        """Answer questions of a request that was checked; about: its state, or its messages as JSON."""
         prompts = {name: self._prompts(about, name, questions) for name in questions}
         every = [prompt for of_question in prompts.values() for prompt in of_question]
         first, probe = every[0].token_ids, np.array(self._encode(about, "?", _PROBE, questions), np.int32)
         state_tokens = min(common_length(first, ids) for ids in (probe, *(prompt.token_ids for prompt in every)))
         prompt_tokens = state_tokens + sum(prompt.token_ids.size - state_tokens for prompt in every)
-        if on_encoded is not None:
-            on_encoded(prompt_tokens)
+        on_encoded(prompt_tokens)
         hints = CacheHints(system_tokens=state_tokens, branch_tokens=(state_tokens,), salt=salt)
         scores: LabelScores | HeadScores
         if self._head is None:
@@ -219,21 +240,6 @@ class TrainedDecisionModel:
             cached_tokens=min(scores.cached_tokens, state_tokens),
             computed_tokens=scores.computed_tokens,
         )
-
-    def _check(
-        self,
-        state: Content,
-        questions: Mapping[str, Question],
-        messages: Messages | None,
-        orders: int,
-        cache_salt: str | None,
-        on_encoded: Callable[[int], object] | None,
-    ) -> bytes:
-        """Check a request; return its salt."""
-        check_request(state, questions, messages, on_encoded, may_lack_state=self._readout.may_lack_state)
-        if orders != 1:
-            raise RequestError(f"orders is {orders}, but this model shows options as it was trained; leave it out")
-        return salt_of(cache_salt)
 
     def _prompts(self, state: Any, name: str, questions: Mapping[str, Question]) -> list[Prompt]:
         """The prompts of one question."""
@@ -382,9 +388,73 @@ class TrainedDecisionModel:
         return answer_of(question, probabilities.tolist(), min(1.0, mass / len(prompts)))
 
 
+class OmniDecisionModel(TrainedDecisionModel):
+    """Answers questions with `lfm2-d1-omni`: prompts of pieces that are encoded, and cut, one by one.
+
+    Its pictures and sounds, which texts see and which see no text, are not read.
+    """
+
+    def _encode(
+        self,
+        state: Any,
+        name: str,
+        question: Question,
+        questions: Mapping[str, Question],
+        *,
+        is_reversed: bool = False,
+    ) -> list[int]:
+        """See `TrainedDecisionModel`; the state gets the room that the question and the options leave."""
+        asked = self._asked(name, question)
+        values = replaced(without_specials({"state": state, **asked}), _OMNI_MARK, f"{_OMNI_MARK[:-1]} ")
+        segments = self._template.render_segments(
+            [],
+            self._tokenizer.special_spellings,
+            add_generation_prompt=True,
+            **values,
+            images=[],
+            audio=False,
+            sep=_OMNI_SEPARATOR,
+            mark_state=_OMNI_STATE,
+            mark_question=_OMNI_QUESTION,
+            mark_option=_OMNI_OPTION,
+        )
+        count = len(asked["options"])
+        budget = max(_LEAST_BUDGET, min(_BUDGET_OF_OPTION * count + _SPARED, _MOST_TOKENS // 2))
+        most = {
+            _OMNI_QUESTION: max(_LEAST_QUESTION, budget),
+            _OMNI_OPTION: max(_LEAST_OPTION, (budget - _TOKENS_AROUND_OPTION * count) // count),
+        }
+        pieces = [
+            (mark, self._tokenizer.encode_segments(piece)[: most.get(mark)])
+            for mark, piece in pieces_of(segments, _OMNI_SEPARATOR, (_OMNI_STATE, _OMNI_QUESTION, _OMNI_OPTION))
+        ]
+        if [mark for mark, _ in pieces if mark] != [_OMNI_STATE, _OMNI_QUESTION, *[_OMNI_OPTION] * count]:
+            raise UnsupportedFormatError(
+                f"the prompt marks {[mark for mark, _ in pieces if mark]}; wanted the state, the question and each of "
+                f"{count} options. Convert the model again with a current converter."
+            )
+        room = max(0, _MOST_TOKENS - sum(len(ids) for mark, ids in pieces if mark != _OMNI_STATE))
+        return list(chain.from_iterable(ids[:room] if mark == _OMNI_STATE else ids for mark, ids in pieces))
+
+
 def kind_of(question: Question) -> str:
     """The System One API's name of a question's type."""
     return {YesNo: "noul", Choice: "choice", Score: "score"}[type(question)]
+
+
+def _without_media(messages: Messages) -> list[dict[str, Any]]:
+    """Messages as JSON. Raises: RequestError for pictures and sounds, which no model made for decisions reads here."""
+    found = [dict(message) for message in messages]
+    written(found)
+    for number, message in enumerate(found):
+        content = message.get("content")
+        for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
+            if read_media_part(part, f"messages[{number}].content[{index}]") is not None:
+                raise RequestError(
+                    f"messages[{number}].content[{index}] is a picture or a sound, and models made for decisions read "
+                    "texts alone here; describe it, or decide with a chat model that takes it"
+                )
+    return found
 
 
 def _temperatures(metadata: Mapping[str, object]) -> dict[str, float]:
@@ -419,9 +489,37 @@ def replaced(value: Any, text: str, by: str) -> Any:
     return value
 
 
+def pieces_of(
+    segments: Segments, separator: str, marks: Sequence[str] = (), *, of_template: bool = False
+) -> Iterator[tuple[str, Segments]]:
+    """Cut segments at a separator, into pieces that are encoded apart, each with the mark that it begins with, if any.
+
+    of_template: only what the template writes is cut.
+    """
+    pieces: list[list[tuple[str, bool]]] = [[]]
+    for text, is_template in segments:
+        first, *others = text.split(separator) if is_template or not of_template else [text]
+        pieces[-1].append((first, is_template))
+        pieces += [[(one, is_template)] for one in others]
+    for (text, is_template), *behind in filter(None, pieces):
+        mark = next((mark for mark in marks if text.startswith(mark)), "")
+        yield mark, [(text.removeprefix(mark), is_template), *behind]
+
+
+def without_specials(value: Any) -> Any:
+    """JSON whose texts and keys spell no special token: its bars are broken."""
+    if isinstance(value, str):
+        return _SPECIAL.sub("<\u00a6\\1\u00a6>", value)
+    if isinstance(value, Mapping):
+        return {without_specials(key): without_specials(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(without_specials, value))
+    return value
+
+
 def flat_text(value: Any) -> str:
     """JSON as lines of text, whose special tokens are spelled so that none of them is one."""
-    return _SPECIAL.sub("<\u00a6\\1\u00a6>", _flattened(value, ""))
+    return str(without_specials(_flattened(value, "")))
 
 
 def _flattened(value: Any, indent: str) -> str:

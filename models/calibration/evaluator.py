@@ -419,6 +419,7 @@ EVALUATE: dict[type, Callable[[Evaluator, Any], None]] = {
     ops.ExpertScale: _expert_scale,
     ops.ExpertFactors: _expert_factors,
     ops.ShortConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
+    ops.CentredConvolution: lambda run, op: run.by_sequence(op.out, lambda x: convolved(x, op), op.x),
     ops.GatedDeltaRule: _delta_rule,
     ops.SelectiveScan: _selective_scan,
     ops.Wkv: _wkv,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from localinfer.kernels.ops import (
     Activation,
     AttentionShape,
+    CentredConvolution,
     ChooseBlocks,
     GatedDeltaRule,
     Gating,
@@ -301,14 +302,16 @@ _CHUNK = 16
 """Rows. With a decay per channel a chunk's products of two rows have as many terms as rows, rows and channels."""
 
 
-def convolved(x: FloatArray, op: ShortConvolution) -> FloatArray:
-    """A causal convolution over the rows of one sequence."""
+def convolved(x: FloatArray, op: ShortConvolution | CentredConvolution) -> FloatArray:
+    """A convolution over the rows of one sequence, causal or around each."""
     taps = op.weight.shape[1]
-    padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), np.float32), x])
-    out = np.zeros_like(x) if op.bias is None else np.broadcast_to(op.bias, x.shape).copy()
+    before = taps - 1 if isinstance(op, ShortConvolution) else taps // 2
+    padded = np.pad(x, ((before, taps - 1 - before), (0, 0)))
+    bias = op.bias if isinstance(op, ShortConvolution) else None
+    out = np.zeros_like(x) if bias is None else np.broadcast_to(bias, x.shape).copy()
     for tap in range(taps):
         out += op.weight[:, tap] * padded[tap : tap + len(x)]
-    return activate(out, Activation.SILU) if op.has_silu else out
+    return activate(out, Activation.SILU) if isinstance(op, ShortConvolution) and op.has_silu else out
 
 
 def delta_rule(

@@ -310,6 +310,7 @@ FOLLOW: dict[type, Callable[[_Follower, Any], None]] = {
     ops.ExpertScale: lambda follower, op: None,
     ops.ExpertFactors: lambda follower, op: None,
     ops.ShortConvolution: _ending("out", "a convolution writes it", {"x": "a convolution follows"}),
+    ops.CentredConvolution: _ending("out", "a convolution writes it", {"x": "a convolution follows"}),
     ops.GatedDeltaRule: _ending(
         "out", "the delta rule writes it", _all("queries keys values decay beta", "the delta rule follows")
     ),

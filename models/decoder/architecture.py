@@ -32,6 +32,8 @@ class Mixer(Enum):
 
     ATTENTION = "attention"
     SHORT_CONVOLUTION = "short_convolution"
+    CENTRED_CONVOLUTION = "centred_convolution"
+    """The same around each row, of models whose rows see later ones."""
     DELTA_NET = "delta_net"
     KIMI_DELTA = "kimi_delta"
     WKV = "wkv"
@@ -64,6 +66,7 @@ class RelativeBias(Enum):
 OUTPUT_NAMES = {
     Mixer.ATTENTION: "attn_output",
     Mixer.SHORT_CONVOLUTION: "shortconv.out_proj",
+    Mixer.CENTRED_CONVOLUTION: "shortconv.out_proj",
     Mixer.DELTA_NET: "ssm_out",
     Mixer.KIMI_DELTA: "attn_output",
     Mixer.WKV: "time_mix_output",
@@ -256,7 +259,8 @@ class Architecture:
     def of_layer(self, layer: int) -> "Architecture":
         """The record with the norms and activation of one layer."""
         if self.first_decision_layer is not None and layer >= self.first_decision_layer:
-            return replace(self, gated=False, activation=Activation.RELU)
+            none = QueryKeyNorm.NONE
+            return replace(self, gated=False, activation=Activation.RELU, norm=Norm.LAYER, query_key_norm=none)
         if not self.norms_behind_attention or self.mixer(layer) is not Mixer.ATTENTION:
             return self
         return replace(

@@ -12,7 +12,7 @@ from localinfer.models.decoder.sparse_attention import choose_blocks, choose_lat
 
 def write_attention(graph: Graph, layer: int, x: Buffer, tables: RopeTables) -> Buffer:
     """Write one layer's attention over x; the result still needs its output projection."""
-    config, architecture, tape = graph.config, graph.architecture, graph.tape
+    config, architecture, tape = graph.config, graph.architecture.of_layer(layer), graph.tape
     num_heads, num_kv_heads = config.num_heads[layer], config.num_kv_heads[layer]
     if not graph.weights.has(f"blk.{layer}.attn_qkv.weight"):
         for letter in "qkv":
@@ -124,7 +124,7 @@ def attention_shape(graph: Graph, layer: int, window: int, chunk: int) -> Attent
 
 
 def _norm_queries_and_keys(graph: Graph, layer: int, queries: Buffer, keys: Buffer) -> None:
-    kind = graph.architecture.query_key_norm
+    kind = graph.architecture.of_layer(layer).query_key_norm
     is_absent = kind is QueryKeyNorm.OPTIONAL and not graph.weights.has(f"blk.{layer}.attn_q_norm.weight")
     if kind is QueryKeyNorm.NONE or is_absent:
         return

@@ -436,11 +436,18 @@ def classified_rows(metadata: Mapping[str, object], *, is_encoder: bool) -> Pool
     raise UnsupportedFormatError(f"{key} is {shown(found)}; this version classifies by {wanted}. Use another model.")
 
 
+EITHER_WAY = ("lfm2",)
+"""Architectures that are decoders, or encoders where their file says so."""
+
+
 def num_decision_layers(reader: MetadataReader, num_layers: int) -> int:
     """Last layers that are a head's for decisions, in encoders that have one."""
-    if reader.prefix != "modern-bert":
+    if reader.prefix not in ("modern-bert", *EITHER_WAY):
         return 0
-    return reader.integer("decision.block_count", 0, low=0, high=num_layers - 1)
+    found = reader.integer("decision.block_count", 0, low=0, high=num_layers - 1)
+    if found and reader.prefix in EITHER_WAY and reader.optional_boolean("attention.causal") is not False:
+        raise reader.contradiction("decision.block_count", found, "0 beside attention.causal that is not false")
+    return found
 
 
 _MAX_KERNEL = 64

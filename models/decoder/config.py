@@ -93,6 +93,8 @@ class ModelConfig:
     has_exact_gelu: bool = False
     """GELU is of the error function, where encoders' files else mean its tanh form."""
     classifier_activation: str = ""
+    sees_both_sides: bool = False
+    """Positions see later ones, of an architecture whose files may say so."""
     num_decision_layers: int = 0
     """Last layers that are those of a head for decisions."""
     """Empty for the architecture's."""
@@ -148,7 +150,7 @@ class ModelConfig:
     @property
     def is_encoder(self) -> bool:
         """Return whether positions see later ones, so that a text is computed in one batch and continues nothing."""
-        return self.architecture in BIDIRECTIONAL
+        return self.sees_both_sides or self.architecture in BIDIRECTIONAL
 
     @property
     def only_decides(self) -> bool:
@@ -198,7 +200,6 @@ class ModelConfig:
         rope = blocks.read_rope(reader, head_dim, context_length)
         windowed = blocks.windowed_sizes(reader, head_dim, value_head_dim, rope.rotary_size)
         rope = replace(rope, rotary_size_windowed=windowed[2])
-        _check_causal(reader, architecture)
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
@@ -244,6 +245,7 @@ class ModelConfig:
             has_learned_positions="position_embd.weight" in tensor_shapes,
             hidden_activation=reader.text("hidden_activation", "") if architecture in _WITH_ACTIVATION else "",
             full_layers_see_pictures=bool(reader.optional_boolean("attention.full_layers_see_pictures")),
+            sees_both_sides=_sees_both_sides(reader, architecture),
             num_decision_layers=blocks.num_decision_layers(reader, num_layers),
             has_exact_gelu=bool(reader.optional_boolean("exact_gelu")),
             classifier_activation=reader.text("classifier.activation", ""),
@@ -264,16 +266,22 @@ class ModelConfig:
         return config
 
 
-def _check_causal(reader: MetadataReader, architecture: str) -> None:
-    """Refuse a decoder whose file wants an encoder's attention, and an encoder whose file wants a decoder's."""
+def _sees_both_sides(reader: MetadataReader, architecture: str) -> bool:
+    """True for a model of `EITHER_WAY` whose file wants an encoder's attention.
+
+    Raises: UnsupportedFormatError for another decoder whose file does, and an encoder whose file wants a decoder's.
+    """
     is_encoder = architecture in BIDIRECTIONAL
     causal = reader.optional_boolean("attention.causal")
+    if architecture in blocks.EITHER_WAY:
+        return causal is False
     if causal is is_encoder:
         wanted = "without a causal mask only" if is_encoder else "with causal attention only"
         raise UnsupportedFormatError(
             f"{reader.full_key('attention.causal')} is {str(causal).lower()}; this version runs models of the "
             f"architecture {architecture!r} {wanted}. Choose another model."
         )
+    return False
 
 
 def _count_layers(

@@ -89,8 +89,8 @@ def write_layers(
     hidden = write_embedding(graph, context_length)
     for layer in range(last + 1):
         marks.append(len(graph.tape.ops))
-        if layer == graph.architecture.first_decision_layer:
-            graph.norm(hidden, hidden, "output_norm")
+        if layer == graph.architecture.first_decision_layer and graph.architecture.output_norm is not None:
+            graph.norm(hidden, hidden, graph.architecture.output_norm)
             _write_token_types(graph, hidden)
         hidden = write_layer(graph, layer, hidden, tables, selects_output=selects_output and layer == last)
         if graph.config.takes_media and layer < graph.config.num_deepstack_layers:
@@ -313,7 +313,7 @@ def write_output_norm(graph: Graph, hidden: Buffer) -> Buffer:
     if graph.architecture.blocks is Blocks.GEMMA3N:
         hidden = find_part(f"{_BLOCKS}:merge_streams")(graph, hidden)
     name = graph.architecture.output_norm
-    if name is None:
+    if name is None or graph.architecture.first_decision_layer is not None:
         return hidden
     normed = graph.buffer("output_norm", hidden.width, hidden.rows)
     graph.norm(normed, hidden, name)

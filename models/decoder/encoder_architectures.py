@@ -114,7 +114,6 @@ def _modern_bert(config: ModelConfig) -> Architecture:
         plain,
         windows=(*plain.windows[:first], *(0,) * config.num_decision_layers),
         has_rope=tuple(layer < first for layer in range(config.num_layers)),
-        output_norm=None,
         first_decision_layer=first,
         classifier_activation=Activation.GELU_ERF,
     )

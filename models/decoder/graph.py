@@ -44,14 +44,23 @@ class Graph:
         if name is None:
             return x
         out = self.buffer(out_name, x.width, x.rows)
-        self.norm(out, x, f"blk.{layer}.{name}")
+        self.norm(out, x, f"blk.{layer}.{name}", kind=self.architecture.of_layer(layer).norm)
         return out
 
-    def norm(self, out: Buffer, x: Buffer, name: str, group_size: int = 0, *, epsilon: float | None = None) -> None:
+    def norm(
+        self,
+        out: Buffer,
+        x: Buffer,
+        name: str,
+        group_size: int = 0,
+        *,
+        epsilon: float | None = None,
+        kind: Norm | None = None,
+    ) -> None:
         """The model's norm over each row, or over each `group_size` elements of it.
 
         Its weight, if the model's norms have any, has the size of the row or of the group, or one row of `group_size`
-        weights per group. epsilon: if not the model's.
+        weights per group. epsilon, kind: if not the model's.
         """
         length = group_size or x.width
         shapes = ((length,), (x.width // length, length)) if group_size else ((length,),)
@@ -60,7 +69,7 @@ class Graph:
             # PLaMo 3's files name some norms without the usual ending.
             whole_name = f"{name}.weight" if self.weights.has(f"{name}.weight") or not self.weights.has(name) else name
             weight = _flat(self.weights.vector(whole_name, *shapes))
-        config, is_rms = self.config, self.architecture.norm is Norm.RMS
+        config, is_rms = self.config, (kind or self.architecture.norm) is Norm.RMS
         if epsilon is None:
             epsilon = config.norm_epsilon if is_rms else config.layer_norm_epsilon or config.norm_epsilon
         if is_rms:

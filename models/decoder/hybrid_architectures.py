@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from localinfer.errors import UnsupportedFormatError
 from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.decoder.architecture import Architecture, Blocks, DraftLayers, Mixer, Norm, QueryKeyNorm
 from localinfer.models.decoder.config import ModelConfig
@@ -284,13 +285,34 @@ def _windows(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _lfm2(config: ModelConfig) -> Architecture:
-    """Liquid's LFM 2 (arXiv 2511.23404), dense or with sigmoid-routed experts; its last norm has a misleading name."""
-    return Architecture(
+    """Liquid's LFM 2 (arXiv 2511.23404), dense or with sigmoid-routed experts; its last norm has a misleading name.
+
+    As an encoder its convolutions see both sides, and layers of a head for decisions may follow, without positions.
+    """
+    plain = Architecture(
         query_key_norm=QueryKeyNorm.BEFORE_ROPE,
         output_norm="token_embd_norm",
         gating=Gating.SIGMOID,
         mixers=_mixers(config, Mixer.SHORT_CONVOLUTION),
         windows=_windows(config),
+    )
+    if not config.is_encoder:
+        return plain
+    assert config.recurrent is not None, "read for these architectures"
+    if config.recurrent.kernel_size % 2 == 0:
+        raise UnsupportedFormatError(
+            f"{config.architecture}.shortconv.l_cache is {config.recurrent.kernel_size}; convolutions of a model "
+            "without a causal mask are over an odd number of rows. Convert the model again."
+        )
+    plain = replace(plain, causal=False, mixers=_mixers(config, Mixer.CENTRED_CONVOLUTION))
+    if not config.num_decision_layers:
+        return plain
+    first = config.num_layers - config.num_decision_layers
+    return replace(
+        plain,
+        has_rope=tuple(layer < first for layer in range(config.num_layers)),
+        first_decision_layer=first,
+        classifier_activation=Activation.GELU_ERF,
     )
 
 

@@ -355,7 +355,10 @@ def _write_short_convolution(graph: Graph, layer: int, x: Buffer) -> Buffer:
     tape.matmul(x, graph.row_parts(f"blk.{layer}.shortconv.in_proj", x, before, behind, values))
     tape.multiply(values, before, values)
     convolved = graph.buffer("convolved", values.width, x.rows)
-    graph.short_convolution(convolved, values, weight, has_silu=False)
+    if config.is_encoder:
+        tape.centred_convolution(convolved, values, weight)
+    else:
+        graph.short_convolution(convolved, values, weight, has_silu=False)
     tape.multiply(convolved, behind, convolved)
     return convolved
 
@@ -461,6 +464,7 @@ RECURRENT_MIXERS = {
     Mixer.PLAMO_MAMBA: RecurrentMixer(_write_plamo_mamba, _plamo_mamba_states),
     Mixer.LIGHTNING: RecurrentMixer(_write_lightning, _lightning_states),
     Mixer.SHORT_CONVOLUTION: RecurrentMixer(_write_short_convolution, _short_convolution_states),
+    Mixer.CENTRED_CONVOLUTION: RecurrentMixer(_write_short_convolution, lambda config: []),
 }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from localinfer.errors import CorruptFileError
 from localinfer.kernels.ops import Buffer, KVLayerShape, OpGraph, Rows, WeightSource
+from localinfer.models.decoder.architecture import Norm
 from localinfer.models.decoder.block_config import Pooling
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.decoder.decoder import (
@@ -67,7 +68,7 @@ def _write_classifier(graph: Graph, x: Buffer) -> Buffer:
     weights, tape = graph.weights, graph.tape
     is_decision = graph.architecture.first_decision_layer is not None
     if is_decision:
-        graph.norm(x, x, "cls.norm")
+        graph.norm(x, x, "cls.norm", kind=Norm.LAYER)
     if weights.has("cls.weight"):
         x = graph.product("cls", x, "cls", x.width)
         activation = graph.architecture.classifier_activation

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,10 +13,12 @@ import pytest
 import localinfer
 from localinfer.engine.cache.prefix_cache import CacheHints
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
+from localinfer.generation import decision_readouts
+from localinfer.generation.decision import decision_model
 from localinfer.generation.decision_heads import MaskHead, PointerHead
 from localinfer.generation.decision_readouts import TEMPLATE_KEY, flat_text
 from localinfer.generation.questions import Answer, Choice, ChoiceAnswer, Question, Score, ScoreAnswer, YesNo
-from tests.models.arch_models import random_weight, write_skeleton
+from tests.models.arch_models import random_weight, skeletons, write_skeleton
 from tests.models.talking_models import talking_skeleton
 from tests.support.inside import engine_of, model_of
 
@@ -203,23 +206,28 @@ LAYA_PROMPTS = {
     "mood": (1, "score? How sad?", ['0="not"', '1={"z": 1, "a": 2}', '2="very"'], 1.0),
 }
 ENCODER_LAYERS, HEAD_LAYERS, HEADS, INNER = 5, 2, 4, 128
-HEAD_TENSORS: dict[str, tuple[int, ...]] = {
-    "token_types.weight": (3, WIDTH),
-    **{f"cls.{name}": shape for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))},
-    **{f"cls.norm.{name}": (WIDTH,) for name in ("weight", "bias")},
-    "cls.output.weight": (1, WIDTH),
-    "cls.output.bias": (1,),
-}
-for head_layer in range(ENCODER_LAYERS, ENCODER_LAYERS + HEAD_LAYERS):
-    for matrix, size in {
-        "attn_qkv": (3 * WIDTH, WIDTH),
-        "attn_output": (WIDTH, WIDTH),
-        "ffn_up": (INNER, WIDTH),
-        "ffn_down": (WIDTH, INNER),
-        "attn_norm": (WIDTH,),
-        "ffn_norm": (WIDTH,),
-    }.items():
-        HEAD_TENSORS |= {f"blk.{head_layer}.{matrix}.weight": size, f"blk.{head_layer}.{matrix}.bias": size[:1]}
+
+
+def head_tensors(first: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a head whose layers follow the encoder's."""
+    found: dict[str, tuple[int, ...]] = {
+        "token_types.weight": (3, WIDTH),
+        **{f"cls.{name}": shape for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (WIDTH,)))},
+        **{f"cls.norm.{name}": (WIDTH,) for name in ("weight", "bias")},
+        "cls.output.weight": (1, WIDTH),
+        "cls.output.bias": (1,),
+    }
+    for layer in range(first, first + HEAD_LAYERS):
+        for matrix, size in {
+            "attn_qkv": (3 * WIDTH, WIDTH),
+            "attn_output": (WIDTH, WIDTH),
+            "ffn_up": (INNER, WIDTH),
+            "ffn_down": (WIDTH, INNER),
+            "attn_norm": (WIDTH,),
+            "ffn_norm": (WIDTH,),
+        }.items():
+            found |= {f"blk.{layer}.{matrix}.weight": size, f"blk.{layer}.{matrix}.bias": size[:1]}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +247,7 @@ def laya(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[localinfer.
     skeleton["kv"] += settings("modern-bert", "laya", LAYA_TEMPLATE)
     numbers = (("block_count", HEAD_LAYERS), ("max_head_tokens", 256))
     skeleton["kv"] += [[f"modern-bert.decision.{name}", "UINT32", None, value] for name, value in numbers]
-    skeleton["tensors"] += [[name, list(shape)] for name, shape in HEAD_TENSORS.items()]
+    skeleton["tensors"] += [[name, list(shape)] for name, shape in head_tensors(ENCODER_LAYERS).items()]
     write_skeleton(skeleton, folder / "laya.gguf")
     with (
         localinfer.load(folder / "laya.gguf", context_length=1024) as loaded,
@@ -256,7 +264,8 @@ def normed(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def tensor(name: str) -> np.ndarray:
-    return random_weight(name, HEAD_TENSORS[name]).astype(np.float64)
+    shape = (head_tensors(ENCODER_LAYERS) | head_tensors(OMNI_LAYERS))[name]
+    return random_weight(name, shape).astype(np.float64)
 
 
 def product(x: np.ndarray, name: str) -> np.ndarray:
@@ -271,18 +280,27 @@ def laya_scores(encoder: localinfer.LLM, kind: int, head: str, options: list[str
     segments += [("[SEP]", True), ('{"who": "Tom", "a": ["cat", " [SEP]"], "day": 3}', False), ("[SEP]", True)]
     ids = encoder.tokenizer.encode_segments(segments)
     (states,) = encoder.embed_many([ids], pooling="none", normalize=False)
-    x = states.astype(np.float64) + tensor("token_types.weight")[kind]
-    for layer in range(ENCODER_LAYERS, ENCODER_LAYERS + HEAD_LAYERS):
+    (mask,) = encoder.tokenizer.encode("[MASK]", add_special=False, parse_special=True)
+    return head_scores(states.astype(np.float64), kind, np.array(ids) == mask, ENCODER_LAYERS)
+
+
+def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Attention of all rows to all, float64[T, heads * size] of float64[heads, T, size] each."""
+    weights = np.exp(queries @ keys.transpose(0, 2, 1) / math.sqrt(queries.shape[2]))
+    attended = (weights / weights.sum(axis=2, keepdims=True)) @ values
+    return np.asarray(attended.transpose(1, 0, 2).reshape(queries.shape[1], -1))
+
+
+def head_scores(states: np.ndarray, kind: int, masks: np.ndarray, first: int) -> np.ndarray:
+    """The head's layers, from `first` on, and its scorer, over an encoder's states float64[T, WIDTH]."""
+    x = states + tensor("token_types.weight")[kind]
+    for layer in range(first, first + HEAD_LAYERS):
         block, size = f"blk.{layer}", WIDTH // HEADS
         parts = product(normed(x, f"{block}.attn_norm"), f"{block}.attn_qkv").reshape(len(x), 3, HEADS, size)
-        queries, keys, values = parts.transpose(1, 2, 0, 3)
-        weights = np.exp(queries @ keys.transpose(0, 2, 1) / math.sqrt(size))
-        attended = (weights / weights.sum(axis=2, keepdims=True)) @ values
-        x = x + product(attended.transpose(1, 0, 2).reshape(len(x), WIDTH), f"{block}.attn_output")
+        x = x + product(attend(*parts.transpose(1, 2, 0, 3)), f"{block}.attn_output")
         inner = np.maximum(product(normed(x, f"{block}.ffn_norm"), f"{block}.ffn_up"), 0.0)
         x = x + product(inner, f"{block}.ffn_down")
-    (mask,) = encoder.tokenizer.encode("[MASK]", add_special=False, parse_special=True)
-    x = product(normed(x[np.array(ids) == mask], "cls.norm"), "cls")
+    x = product(normed(x[masks], "cls.norm"), "cls")
     x = 0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0)))
     return product(x, "cls.output").reshape(-1)
 
@@ -354,3 +372,144 @@ def test_options_and_questions_are_cut_as_in_training(laya: tuple[localinfer.LLM
     for name in ("cls.weight", "cls.norm.bias", "token_types.weight", "cls.output.weight"):
         with pytest.raises(CorruptFileError, match=f"{name} is not in the file"):
             made(name)
+
+
+OMNI_LAYERS, OMNI_KV_HEADS = 6, (0, 0, 2, 0, 1, 0)
+OMNI_CONTROLS = ["<|startoftext|>", "<|mask|>", *(f"<|reserved_{number}|>" for number in range(7, 12))]
+OMNI_TEMPLATE = (
+    "{% for image in images %}{{ image }}{% endfor %}{{ sep }}<|startoftext|><|reserved_7|>{{ sep }}{{ mark_state }}"
+    "{% if state is string %}{{ state }}{% elif state is not none %}{{ state | tojson }}{% elif audio %}{}{% endif %}"
+    "{{ sep }}{{ mark_question }}<|reserved_8|>"
+    "{{ instructions if instructions is string else instructions | tojson }}"
+    "{% for o in options %}{{ sep }}<|reserved_9|><|mask|>{{ sep }}{{ mark_option }} {{ o.key }}="
+    "{{ o.description | tojson }}{{ sep }}<|reserved_10|>{% endfor %}{{ sep }}<|reserved_11|>"
+)
+OMNI_STATE = {"who": "Tom", "a": ["cat", "<|mask|>"], "<|day|>": "<<d1omni:sep>>"}
+OMNI_PROMPTS = {
+    "lost": (2, "Is something lost?", ["false=null", 'true="it is gone"'], 3.0),
+    "who": (0, '{"b": 1, "a": 2}', ['Tom="a boy"', "Lily=null", 'Max=["x"]'], 0.5),
+    "mood": (1, "How sad?", ['0="not"', '1={"z": 1, "a": 2}', '2="very"'], 1.0),
+}
+
+
+def omni_skeleton() -> dict[str, Any]:
+    """An encoder of convolutions that see both sides and of attention, without a head."""
+    skeleton = talking_skeleton("lfm2-hybrid", OMNI_CONTROLS)
+    skeleton["kv"].append(["lfm2.attention.causal", "BOOL", None, False])
+    return skeleton
+
+
+OMNI_SHAPES = {name: tuple(shape) for name, shape in omni_skeleton()["tensors"]}
+
+
+def omni_tensor(name: str) -> np.ndarray:
+    return random_weight(name, OMNI_SHAPES[name], skeletons()["lfm2-hybrid"]["init"]).astype(np.float64)
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localinfer.LLM]:
+    path, skeleton = tmp_path_factory.mktemp("omni") / "omni.gguf", omni_skeleton()
+    tokens = next(entry[3] for entry in skeleton["kv"] if entry[0] == "tokenizer.ggml.tokens")
+    for entry in skeleton["kv"]:
+        if entry[0] == "lfm2.block_count":
+            entry[3] = OMNI_LAYERS + HEAD_LAYERS
+        elif entry[0] == "lfm2.feed_forward_length":
+            entry[1:] = ["ARRAY", "INT32", [96] * OMNI_LAYERS + [INNER] * HEAD_LAYERS]
+        elif entry[0] == "lfm2.attention.head_count_kv":
+            entry[3] = [*OMNI_KV_HEADS, *[HEADS] * HEAD_LAYERS]
+    skeleton["kv"] += [
+        *settings("lfm2", "lfm2-d1-omni", OMNI_TEMPLATE),
+        ["lfm2.decision.block_count", "UINT32", None, HEAD_LAYERS],
+        ["lfm2.attention.layer_norm_epsilon", "FLOAT32", None, 1e-5],
+        ["tokenizer.ggml.mask_token_id", "UINT32", None, tokens.index("<|mask|>")],
+    ]
+    skeleton["tensors"] += [[name, list(shape)] for name, shape in head_tensors(OMNI_LAYERS).items()]
+    write_skeleton(skeleton, path)
+    with localinfer.load(path, context_length=1024) as loaded:
+        yield loaded
+
+
+def rms(x: np.ndarray, name: str) -> np.ndarray:
+    """Root-mean-square norm over the last axis."""
+    return np.asarray(x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * omni_tensor(f"{name}.weight"))
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """Heads float64[T, heads, size] by their positions, the halves of a head being pairs."""
+    half = x.shape[2] // 2
+    angles = np.arange(len(x))[:, None, None] * 1e6 ** (-np.arange(half) / half)
+    first, second, cos, sin = x[..., :half], x[..., half:], np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
+
+
+def omni_states(ids: list[int]) -> np.ndarray:
+    """The oracle: states of the encoder, float64[T, WIDTH]."""
+    x = omni_tensor("token_embd.weight")[ids]
+    size = WIDTH // HEADS
+    for layer, kv_heads in enumerate(OMNI_KV_HEADS):
+        block = f"blk.{layer}"
+        read = rms(x, f"{block}.attn_norm")
+        if kv_heads:
+            queries, keys, values = (
+                (read @ omni_tensor(f"{block}.attn_{letter}.weight").T).reshape(len(x), -1, size) for letter in "qkv"
+            )
+            queries, keys = (
+                rotated(rms(one, f"{block}.attn_{letter}_norm")) for letter, one in (("q", queries), ("k", keys))
+            )
+            heads = [one.transpose(1, 0, 2).repeat(HEADS // one.shape[1], axis=0) for one in (queries, keys, values)]
+            x = x + attend(*heads) @ omni_tensor(f"{block}.attn_output.weight").T
+        else:
+            before, behind, inner = np.split(read @ omni_tensor(f"{block}.shortconv.in_proj.weight").T, 3, axis=1)
+            padded, taps = np.pad(before * inner, ((1, 1), (0, 0))), omni_tensor(f"{block}.shortconv.conv.weight")
+            mixed = sum(taps[:, tap] * padded[tap : tap + len(x)] for tap in range(3))
+            x = x + (behind * mixed) @ omni_tensor(f"{block}.shortconv.out_proj.weight").T
+        read = rms(x, f"{block}.ffn_norm")
+        gate, up = (read @ omni_tensor(f"{block}.ffn_{name}.weight").T for name in ("gate", "up"))
+        x = x + (gate / (1.0 + np.exp(-gate)) * up) @ omni_tensor(f"{block}.ffn_down.weight").T
+    return rms(x, "token_embd_norm")
+
+
+def test_omni_scores_the_mask_of_each_option(omni: localinfer.LLM) -> None:
+    encode = omni.tokenizer.encode_segments
+    (mask,) = omni.tokenizer.encode("<|mask|>", add_special=False, parse_special=True)
+    found = omni.decide(OMNI_STATE, QUESTIONS)
+    state = '{"who": "Tom", "a": ["cat", "<\u00a6mask\u00a6>"], "<\u00a6day\u00a6>": "<<d1omni sep>>"}'
+    for name, (kind, asked, options, temperature) in OMNI_PROMPTS.items():
+        ids = [*encode([("<|startoftext|><|reserved_7|>", True)]), *encode([(state, False)])]
+        ids += encode([("<|reserved_8|>", True), (asked, False)])
+        for option in options:
+            ids += [*encode([("<|reserved_9|><|mask|>", True)]), *encode([(f" {option}", False)])]
+            ids += encode([("<|reserved_10|>", True)])
+        ids += encode([("<|reserved_11|>", True)])
+        wanted = softmax(head_scores(omni_states(ids), kind, np.array(ids) == mask, OMNI_LAYERS), temperature)
+        assert max(wanted) - min(wanted) > 1e-2
+        assert listed(found.answers[name]) == pytest.approx(wanted, rel=1e-3), name
+    assert omni.decide(None, QUESTIONS).answers != found.answers, "a question may be asked about nothing"
+
+
+def test_omni_answers_alike_in_any_company(omni: localinfer.LLM) -> None:
+    check_company(omni)
+    assert omni.capabilities == ("decisions",)
+
+
+def test_omni_cuts_long_texts_as_in_training(omni: localinfer.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "a ball in the park " * 400
+    (mask,) = omni.tokenizer.encode("<|mask|>", add_special=False, parse_special=True)
+    monkeypatch.setattr(decision_readouts, "_MOST_TOKENS", 2000)
+    decider = cast(Any, decision_model(engine_of(omni), model_of(omni), cast(Any, None)))._model
+    for count, most_option, most_question in ((2, 45, 96), (4, 29, 128), (30, 22, 752)):
+        question = Choice(instructions=long, options={f"{number} {long}": None for number in range(count)})
+        ids = decider._encode(long, "x", question, {"x": question})
+        places = np.flatnonzero(np.array(ids) == mask)
+        assert set(np.diff(places)) == {most_option + 3}
+        assert len(ids) == 2000 and places.size == count
+        first = ids.index(omni.tokenizer.encode("<|reserved_8|>", add_special=False, parse_special=True)[0])
+        assert places[0] - 1 - first == most_question
+
+
+def test_an_encoder_of_convolutions_embeds(tmp_path: Path) -> None:
+    write_skeleton(omni_skeleton(), tmp_path / "encoder.gguf")
+    with localinfer.load(tmp_path / "encoder.gguf", context_length=256) as llm:
+        texts = [llm.tokenizer.encode(text) for text in ("a", "Tom lost a ball.", "Where is it? " * 12)]
+        for ids, states in zip(texts, llm.embed_many(texts, pooling="none", normalize=False), strict=True):
+            np.testing.assert_allclose(states, omni_states(ids), rtol=2e-3, atol=2e-3)

@@ -16,6 +16,7 @@ from localinfer.generation.decision_joint import JointDecisionModel, JointHead
 from localinfer.generation.questions import Choice, ChoiceAnswer, Question, Score, YesNo
 from localinfer.models.text.chat_template import ChatTemplate
 from tests.generation.test_decision_heads import listed, settings, softmax
+from tests.generation.test_decision_readouts import PICTURE_REFUSED, WITH_PICTURE
 from tests.models.arch_models import random_weight, write_skeleton
 from tests.models.talking_models import talking_skeleton
 from tests.support.inside import engine_of, model_of
@@ -252,6 +253,8 @@ def test_what_cannot_be_asked_is_said(models: tuple[localinfer.LLM, localinfer.L
         llm.decide(STATE, QUESTIONS, orders=2)
     with pytest.raises(ContextLengthError):
         llm.decide("cat " * 2000, QUESTIONS)
+    with pytest.raises(RequestError, match=PICTURE_REFUSED):
+        llm.decide(None, QUESTIONS, messages=WITH_PICTURE)
     model, engine = model_of(llm), engine_of(llm)
     for wrong in ("{{ state }}", TEMPLATE.replace("{{ mark_question }}", "{{ mark_option }}")):
         other = JointDecisionModel(

@@ -173,6 +173,12 @@ def test_answers_do_not_depend_on_company_or_cache(llm: localinfer.LLM) -> None:
     assert model.decide(None, QUESTIONS, messages=messages).answers == model.decide(messages, QUESTIONS).answers
 
 
+WITH_PICTURE = [
+    {"role": "user", "content": ["Look:", {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]}
+]
+PICTURE_REFUSED = r"messages\[0\]\.content\[1\] is a picture or a sound"
+
+
 def test_what_such_a_model_cannot_do_is_said(llm: localinfer.LLM) -> None:
     for kind in ("kev", "laya", "gliner", "strands", "lfm2-d1-omni"):
         with pytest.raises(UnsupportedFormatError, match=f"type '{kind}'"):
@@ -191,6 +197,8 @@ def test_what_such_a_model_cannot_do_is_said(llm: localinfer.LLM) -> None:
         model.decide(STATE, {"x": Choice(instructions="Which?", options={str(index): None for index in range(53)})})
     with pytest.raises(ContextLengthError):
         model.decide("cat " * 2000, QUESTIONS)
+    with pytest.raises(RequestError, match=PICTURE_REFUSED):
+        model.decide(None, QUESTIONS, messages=WITH_PICTURE)
 
 
 def test_a_file_of_that_type_decides_its_own_way(tmp_path: Path, llm: localinfer.LLM) -> None:

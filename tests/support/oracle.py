@@ -183,6 +183,16 @@ def _previous_row(run: _Run, op: ops.PreviousRow) -> None:
     run[op.out] = found
 
 
+@_formula(ops.CentredConvolution)
+def _centred_convolution(run: _Run, op: ops.CentredConvolution) -> None:
+    found, taps = np.zeros_like(run[op.x]), op.weight.shape[1]
+    for _, rows in _segment_rows(run.batch):
+        padded = np.pad(run[op.x][rows.start : rows.stop], ((taps // 2, taps // 2), (0, 0)))
+        for tap in range(taps):
+            found[rows.start : rows.stop] += op.weight[:, tap] * padded[tap : tap + len(rows)]
+    run[op.out] = found
+
+
 @_formula(ops.EmbedPositions)
 def _embed_positions(run: _Run, op: ops.EmbedPositions) -> None:
     run[op.out] = run[op.out] + op.table.packed[run.positions]

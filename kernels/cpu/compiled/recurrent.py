@@ -1,4 +1,4 @@
-"""Recurrent ops: sharing out segments, reading, logging and writing their states; the short convolution.
+"""Recurrent ops: sharing out segments, reading, logging and writing their states; short convolutions.
 
 An op splits its state into parts that do not need each other (heads, columns of a head, channels). A thread takes one
 part of one segment through all of its rows, with the part in fast memory.
@@ -253,4 +253,30 @@ def _short_convolution(has_silu: int) -> Source:
     return convolve
 
 
-KERNELS = {"short_convolution": _short_convolution(0), "short_convolution_silu": _short_convolution(1)}
+@segment_op(SHORT_CONVOLUTION, lambda p: (p.channels + CONVOLUTION_CHANNELS - 1) // CONVOLUTION_CHANNELS)
+def centred_convolution(p: Any, batch: int, thread: int, segment: int, part: int) -> None:
+    """All rows of a whole text, each with as many rows before it as behind it."""
+    first = part * CONVOLUTION_CHANNELS
+    count, offset, side = min(CONVOLUTION_CHANNELS, p.channels - first), 4 * first, p.taps // 2
+    num_rows = SEGMENT.num_rows(segment)
+    rows = p.x + SEGMENT.first_row(segment) * p.x_stride + offset
+    out = p.out + SEGMENT.first_row(segment) * p.out_stride + offset
+    window = scratch(batch, thread)
+    for row in range(num_rows):
+        place, stride = rows + (row - side) * p.x_stride, p.x_stride
+        if row < side or row + side >= num_rows:
+            for i in range(p.taps):
+                index = row - side + i
+                source = 0 if index < 0 or index >= num_rows else rows + index * p.x_stride
+                copy_vectors(window + i * _ROW_BYTES, source, count)
+            place, stride = window, _ROW_BYTES
+        _convolve(
+            0, out + row * p.out_stride, place, stride, p.weight + offset, p.row_bytes, p.taps, p.bias + offset, count
+        )
+
+
+KERNELS = {
+    "short_convolution": _short_convolution(0),
+    "short_convolution_silu": _short_convolution(1),
+    "centred_convolution": centred_convolution,
+}

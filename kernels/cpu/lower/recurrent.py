@@ -11,6 +11,7 @@ from localinfer.kernels.cpu.tape import CpuTape
 from localinfer.kernels.graph_builder import check
 from localinfer.kernels.ops import Buffer, RecurrentOp, Rows, whole_vectors
 from localinfer.kernels.program import OpCost
+from localinfer.types import FloatArray
 
 
 def add_recurrent(tape: CpuTape, kernel: str, op: RecurrentOp, words: parameters.Words, writes: Buffer) -> None:
@@ -29,17 +30,28 @@ def state_places(tape: CpuTape, op: RecurrentOp) -> dict[str, int]:
 
 
 def _short_convolution(tape: CpuTape, op: ops.ShortConvolution) -> None:
+    words = _convolution_words(tape, op, op.bias, **state_places(tape, op))
+    add_recurrent(tape, f"recurrent.short_convolution{'_silu' if op.has_silu else ''}", op, words, op.out)
+
+
+def _centred_convolution(tape: CpuTape, op: ops.CentredConvolution) -> None:
+    words = _convolution_words(tape, op, None, state=0, log=0)
+    tape.add("recurrent.centred_convolution", words, writes=op.out)
+
+
+def _convolution_words(
+    tape: CpuTape, op: ops.ShortConvolution | ops.CentredConvolution, bias: FloatArray | None, *, state: int, log: int
+) -> parameters.Words:
     channels, taps = op.weight.shape
     check(taps <= kernel_abi.MAX_TAPS, f"a convolution over {taps} rows; the CPU computes {kernel_abi.MAX_TAPS}")
     width = whole_vectors(channels)
     weight = np.zeros((taps, width), np.float32)
     weight[:, :channels] = op.weight.T
-    words = parameters.SHORT_CONVOLUTION.pack(
+    return parameters.SHORT_CONVOLUTION.pack(
         **tape.addresses_of(out=op.out, x=op.x), weight=tape.memory.constant(weight),
-        bias=tape.memory.constant(op.bias) or tape.memory.zeros(channels), channels=channels, taps=taps,
-        row_bytes=4 * width, **state_places(tape, op),
+        bias=tape.memory.constant(bias) or tape.memory.zeros(channels), channels=channels, taps=taps,
+        row_bytes=4 * width, state=state, log=log,
     )  # fmt: skip
-    add_recurrent(tape, f"recurrent.short_convolution{'_silu' if op.has_silu else ''}", op, words, op.out)
 
 
 def _delta_rule(tape: CpuTape, op: ops.GatedDeltaRule) -> None:
@@ -122,6 +134,7 @@ def _previous_row(tape: CpuTape, op: ops.PreviousRow) -> None:
 
 LOWER: dict[type, Callable[[CpuTape, Any], None]] = {
     ops.ShortConvolution: _short_convolution,
+    ops.CentredConvolution: _centred_convolution,
     ops.GatedDeltaRule: _delta_rule,
     ops.SelectiveScan: _selective_scan,
     ops.Wkv: _wkv,

@@ -100,6 +100,32 @@ def test_means_are_of_the_text_of_each_output_row(width: int, pool: ThreadPool, 
     assert_same_bits(run_rows(pool, [parts[1].astype(np.float32)], write), found[0][3:143])
 
 
+@pytest.mark.parametrize(("width", "taps"), [(5, 3), (300, 7)])
+def test_convolutions_around_rows_stay_in_their_text(
+    width: int, taps: int, pool: ThreadPool, two_threads: ThreadPool
+) -> None:
+    sizes = [3, 40, 1, 2]
+    x, weight = random_rows(sum(sizes), width, 1), random_rows(width, taps, 2)
+
+    def write(tape: GraphBuilder, inputs: list[Buffer]) -> Buffer:
+        out = tape.buffer("out", width)
+        with pytest.raises(ShapeError, match="is over 2 of them"):
+            tape.centred_convolution(out, inputs[0], weight[:, :2])
+        tape.centred_convolution(out, inputs[0], weight)
+        return out
+
+    parts = [np.pad(part.astype(np.float64), ((taps // 2,) * 2, (0, 0))) for part in np.split(x, np.cumsum(sizes)[:-1])]
+    wanted = [sum(weight[:, i] * part[i : len(part) - taps + 1 + i] for i in range(taps)) for part in parts]
+    found = []
+    for threads in (pool, two_threads):
+        program = RowProgram(threads, [x], write, len(x))
+        segments = [Segment(0, size, program.pages(size)) for size in sizes]
+        found.append(program.run(range(len(x)), segments))
+        assert relative_error(found[-1], np.concatenate(wanted)) <= 1e-6
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(run_rows(pool, [x[3:43]], write), found[0][3:43])
+
+
 def test_vector_is_added_to_every_row(pool: ThreadPool) -> None:
     x, vector = random_rows(9, 37, 1), random_rows(1, 37, 2)[0]
 
