@@ -1,7 +1,8 @@
 """Folders of transformers made for decisions: prompts by their template, scores by labels or by a linear head.
 
-The template asks one question a prompt, and marks the place behind the token that is read; as models here see only
-what stands before it, the prompt ends there. Source: transformers 5.24, its `decision` package and `JevForDecision`.
+The template asks one question a prompt, or all of them, and marks the place behind the token that each is read at; as
+models here see only what stands before it, a question's prompt ends there. Source: transformers 5.24, its `decision`
+package and `JevForDecision`.
 """
 
 import json
@@ -47,6 +48,7 @@ class FolderDecisionModel(TrainedDecisionModel):
         assert model.tokenizer is not None, "a model that decides has one"
         super().__init__(engine, model.tokenizer, template, model.file.metadata, head)
         self._linear = head
+        self._continues = template.reads("questions")
         is_true_first = settings.get("noul_options", _ORDERS[0]) == _ORDERS[0]
         self._readout = replace(self._readout, true_first=is_true_first)
         temperatures = settings.get("temperature", {})
@@ -94,9 +96,43 @@ class FolderDecisionModel(TrainedDecisionModel):
         *,
         is_reversed: bool = False,
     ) -> list[int]:
-        """The ids before the mark; what a request spells of control tokens and marks is text."""
+        """The ids before the question's mark; what a request spells of control tokens and marks is text."""
+        asked = questions if self._continues and name in questions else {name: question}
+        every = [self._described(one, checked_question(other)) for one, other in asked.items()]
+        segments = self._template.render_segments(
+            [{"role": "user", "content": ""}],
+            self._spellings,
+            enable_thinking=False,
+            state=state,
+            question=every[0],
+            questions=every,
+        )
+        # What a mark parts is encoded apart, too.
+        cut = [
+            (text.replace(_MARK, _SPLIT + _MARK) if is_template else text, is_template)
+            for text, is_template in segments
+        ]
+        ids: list[int] = []
+        place, marks = list(asked).index(name), 0
+        for mark, part in pieces_of(cut, _SPLIT, (_MARK,), of_template=True):
+            marks += bool(mark)
+            if marks > place:
+                break
+            # A part begins as text behind a control token does.
+            continues = bool(ids) and self._tokenizer.adds_space_once
+            ids += self._tokenizer.encode_segments(
+                part, continues_run=continues, max_tokens=self._engine.context_length
+            )
+        if not ids or (len(asked) > 1 and marks <= place):
+            raise UnsupportedFormatError(
+                f"the decision template writes nothing before {_MARK} number {place + 1}; wanted a question there. "
+                f"{_WAY_OUT}"
+            )
+        return ids
+
+    def _described(self, name: str, question: Question) -> dict[str, Any]:
         options, kind = self._options(question), kind_of(question)
-        asked = {
+        return {
             "name": name,
             "type": kind,
             "instructions": question.instructions,
@@ -104,27 +140,6 @@ class FolderDecisionModel(TrainedDecisionModel):
             "labels": self._named[kind][: len(options)],
             "descriptions": [description for _, description in options],
         }
-        segments = self._template.render_segments(
-            [{"role": "user", "content": ""}], self._spellings, enable_thinking=False, state=state, question=asked
-        )
-        read: list[tuple[str, bool]] = []
-        for text, is_template in segments:
-            before, mark, _ = text.partition(_MARK) if is_template else (text, "", "")
-            read.append((before, is_template))
-            if mark:
-                break
-        ids: list[int] = []
-        for _, part in pieces_of(read, _SPLIT, of_template=True):
-            # A part begins as text behind a control token does.
-            continues = bool(ids) and self._tokenizer.adds_space_once
-            ids += self._tokenizer.encode_segments(
-                part, continues_run=continues, max_tokens=self._engine.context_length
-            )
-        if not ids:
-            raise UnsupportedFormatError(
-                f"the decision template writes nothing before {_MARK}; wanted the question there. {_WAY_OUT}"
-            )
-        return ids
 
 
 class _LinearHead(PointerHead):
@@ -184,7 +199,11 @@ def _check(found: Mapping[str, Any], settings: Mapping[str, Any], template: "Cha
         return UnsupportedFormatError(f"this folder's decisions are not run: {complaint}; wanted {wanted}. {_WAY_OUT}")
 
     if found.get("other_files"):
-        raise refuse(f"it has {', '.join(found['other_files'])}", "decision.json, and all weights in one form")
+        raise refuse(
+            f"it has {', '.join(found['other_files'])}",
+            "decision.json and all weights in one form, as save_pretrained of transformers' JevForDecision writes them "
+            "(of an adapter, once it is merged into the weights)",
+        )
     if found.get("is_causal") is not True:
         raise refuse("config.json: is_causal is false", "a text model that sees what is before a token")
     for name in sorted(settings.keys() - _KNOWN):
@@ -206,5 +225,3 @@ def _check(found: Mapping[str, Any], settings: Mapping[str, Any], template: "Cha
         raise refuse(f"decision.json: temperature is {shown(temperatures)}", "numbers above 0 by types of questions")
     if template.source is None:
         raise refuse("it has no decision_template.jinja", "one; transformers asks by a prompt of its own without")
-    if template.reads("questions"):
-        raise refuse("decision_template.jinja asks all `questions` in one prompt", "one that asks a `question`")

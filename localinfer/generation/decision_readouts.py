@@ -156,6 +156,9 @@ class Prompt:
 class TrainedDecisionModel:
     """Answers questions with a model made for it; threads may share it. Raises: UnsupportedFormatError."""
 
+    _continues = False
+    """True if each question's prompt continues that of the one before."""
+
     def __init__(
         self,
         engine: Engine,
@@ -222,24 +225,27 @@ class TrainedDecisionModel:
         every = [prompt for of_question in prompts.values() for prompt in of_question]
         first, probe = every[0].token_ids, np.array(self._encode(about, "?", _PROBE, questions), np.int32)
         state_tokens = min(common_length(first, ids) for ids in (probe, *(prompt.token_ids for prompt in every)))
-        prompt_tokens = state_tokens + sum(prompt.token_ids.size - state_tokens for prompt in every)
+        sizes = [prompt.token_ids.size for prompt in every]
+        prompt_tokens = max(sizes) if self._continues else state_tokens + sum(size - state_tokens for size in sizes)
         on_encoded(prompt_tokens)
         hints = CacheHints(system_tokens=state_tokens, branch_tokens=(state_tokens,), salt=salt)
-        scores: LabelScores | HeadScores
-        if self._head is None:
-            scores = score_labels(self._engine, [LabelPrompt(one.token_ids, one.labels) for one in every], hints)
-            found = iter(scores.logprobs)
-        else:
-            scores = self._head.score([one.read for one in every if one.read is not None], hints)
-            found = iter(scores.scores)
+        # A prompt that continues the one before finds that in the cache.
+        together = [[one] for one in every] if self._continues else [every]
+        scores = [self._score(some, hints) for some in together]
+        found = chain.from_iterable(one.logprobs if isinstance(one, LabelScores) else one.scores for one in scores)
         answers = {name: self._answer(questions[name], prompts[name], found) for name in questions}
         return Decisions(
             answers=answers,
             state_tokens=state_tokens,
             prompt_tokens=prompt_tokens,
-            cached_tokens=min(scores.cached_tokens, state_tokens),
-            computed_tokens=scores.computed_tokens,
+            cached_tokens=min(scores[0].cached_tokens, state_tokens),
+            computed_tokens=sum(one.computed_tokens for one in scores),
         )
+
+    def _score(self, prompts: Sequence[Prompt], hints: CacheHints) -> "LabelScores | HeadScores":
+        if self._head is None:
+            return score_labels(self._engine, [LabelPrompt(one.token_ids, one.labels) for one in prompts], hints)
+        return self._head.score([one.read for one in prompts if one.read is not None], hints)
 
     def _prompts(self, state: Any, name: str, questions: Mapping[str, Question]) -> list[Prompt]:
         """The prompts of one question."""
@@ -502,7 +508,8 @@ def pieces_of(
         pieces[-1].append((first, is_template))
         pieces += [[(one, is_template)] for one in others]
     for (text, is_template), *behind in filter(None, pieces):
-        mark = next((mark for mark in marks if text.startswith(mark)), "")
+        is_cut = is_template or not of_template
+        mark = next((mark for mark in marks if is_cut and text.startswith(mark)), "")
         yield mark, [(text.removeprefix(mark), is_template), *behind]
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ def write(folder: Path, kind: str, settings: dict[str, Any] = SETTINGS, template
     return folder
 
 
+JOINT = (
+    "{{- '<|im_start|>' ~ state ~ '<|split|>the ' -}}\n"
+    "{%- for q in questions %}{{ '<|split|>' ~ q.name ~ ' ' ~ q.type ~ q.instructions|tojson ~ q.options|join(',') }}\n"
+    "{{- '<|im_end|>:<|mark|>the' -}}{% endfor -%}"
+)
+
+
 @dataclass
 class Loaded:
     kind: str
@@ -144,26 +152,32 @@ def prompt_ids(llm: localinfer.LLM, state: Any, name: str) -> list[int]:
 
 @pytest.mark.parametrize("state", STATES, ids=["text", "object"])
 def test_answers_are_those_of_the_token_before_the_mark(loaded: Loaded, state: Any) -> None:
-    llm, found = loaded.llm, probabilities(loaded.llm, state)
-    for name, temperature, count in (("lost", 2.0, 2), ("who", 0.5, 3), ("mood", 1.0, 3)):
-        ids, kind = prompt_ids(llm, state, name), REQUEST[name]["type"]
-        if loaded.kind == "causal":
-            labels = {"noul": ["Yes", "No"], **SETTINGS["labels"]}[kind][:count]
-            tokens = [llm.tokenizer.encode(label, add_special=False)[0] for label in labels]
-            scores = llm.logits(ids)[-1].astype(np.float64)[tokens]
-        else:
-            generator = np.random.default_rng(5)
-            for _ in range(2):
-                generator.standard_normal((tokenizer_document()[1], HIDDEN))
-            weight = generator.standard_normal((ROWS, HIDDEN)).astype(np.float32) / 4
-            bias = generator.standard_normal(ROWS).astype(np.float32)
-            last = llm.embed(ids, pooling="none", normalize=False)[-1].astype(np.float64)
-            rows = slice(OFFSETS[kind], OFFSETS[kind] + count)
-            scores = SOFTCAP * np.tanh((weight[rows] @ last + bias[rows]) / SOFTCAP)
-        weights = np.exp(scores / temperature)
-        wanted = (weights / weights.sum()).tolist()
-        assert found[name] == pytest.approx(wanted[1:] if kind == "noul" else wanted, rel=1e-6)
-        assert max(wanted) - min(wanted) > 1e-3
+    found = probabilities(loaded.llm, state)
+    for name in QUESTIONS:
+        check_scores(loaded.kind, loaded.llm, prompt_ids(loaded.llm, state, name), name, found[name])
+
+
+def check_scores(kind: str, llm: localinfer.LLM, ids: list[int], name: str, found: list[float]) -> None:
+    """Compare an answer with the scores at the end of a prompt."""
+    temperature, count = {"lost": (2.0, 2), "who": (0.5, 3), "mood": (1.0, 3)}[name]
+    asked = REQUEST[name]["type"]
+    if kind == "causal":
+        labels = {"noul": ["Yes", "No"], **SETTINGS["labels"]}[asked][:count]
+        tokens = [llm.tokenizer.encode(label, add_special=False)[0] for label in labels]
+        scores = llm.logits(ids)[-1].astype(np.float64)[tokens]
+    else:
+        generator = np.random.default_rng(5)
+        for _ in range(2):
+            generator.standard_normal((tokenizer_document()[1], HIDDEN))
+        weight = generator.standard_normal((ROWS, HIDDEN)).astype(np.float32) / 4
+        bias = generator.standard_normal(ROWS).astype(np.float32)
+        last = llm.embed(ids, pooling="none", normalize=False)[-1].astype(np.float64)
+        rows = slice(OFFSETS[asked], OFFSETS[asked] + count)
+        scores = SOFTCAP * np.tanh((weight[rows] @ last + bias[rows]) / SOFTCAP)
+    weights = np.exp(scores / temperature)
+    wanted = (weights / weights.sum()).tolist()
+    assert found == pytest.approx(wanted[1:] if asked == "noul" else wanted, rel=1e-6)
+    assert max(wanted) - min(wanted) > 1e-3
 
 
 def test_answers_do_not_depend_on_company_or_cache(loaded: Loaded) -> None:
@@ -178,18 +192,22 @@ def test_answers_do_not_depend_on_company_or_cache(loaded: Loaded) -> None:
 
 def test_answers_are_those_of_transformers(loaded: Loaded) -> None:
     pytest.importorskip("transformers.decision", exc_type=ImportError)
+    for state in STATES:
+        compare_with_transformers(loaded, state)
+
+
+def compare_with_transformers(loaded: Loaded, state: Any) -> None:
+    """Compare answers with its pipeline's."""
     transformers = pytest.importorskip("transformers")
     made = {"model": str(loaded.folder)}
     if loaded.kind == "jev":
         tokenizer = transformers.AutoTokenizer.from_pretrained(loaded.folder)
         made = {"model": transformers.JevForDecision.from_pretrained(loaded.folder), "tokenizer": tokenizer}
-    pipeline = transformers.pipeline("decision", **made)
-    for state in STATES:
-        wanted = pipeline({"state": state, "questions": REQUEST})
-        for name, found in probabilities(loaded.llm, state).items():
-            one = wanted[name]
-            expected = [one["noul"]] if one["type"] == "noul" else list(one["probabilities"].values())
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    wanted = transformers.pipeline("decision", **made)({"state": state, "questions": REQUEST})
+    for name, found in probabilities(loaded.llm, state).items():
+        one = wanted[name]
+        expected = [one["noul"]] if one["type"] == "noul" else list(one["probabilities"].values())
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_more_options_than_labels_are_refused(loaded: Loaded) -> None:
@@ -198,6 +216,32 @@ def test_more_options_than_labels_are_refused(loaded: Loaded) -> None:
         loaded.llm.decide("x", {"who": many})
     with pytest.raises(RequestError, match="leave it out"):
         loaded.llm.decide("x", QUESTIONS, orders=2)
+
+
+@pytest.mark.parametrize("kind", ["causal", "jev"])
+def test_a_template_of_all_questions_is_read_at_each_mark(kind: str, tmp_path: Path) -> None:
+    options = {"lost": "false,true", "who": "Tom,Lily,Max", "mood": "0,1,2"}
+    folder = write(tmp_path / kind, kind, template=JOINT)
+    with localinfer.load(folder, threads=1, kv_type="f32") as llm:
+        state, encode = STATES[0], partial(llm.tokenizer.encode, add_special=False)
+        found = llm.decide(state, QUESTIONS)
+        ids = [*encode("<|im_start|>", parse_special=True), *encode(state), *encode("the ")]
+        for number, (name, asked) in enumerate(REQUEST.items()):
+            ids += encode("the") if number else []
+            written = json.dumps(asked["instructions"])
+            ids += encode(f"{name} {asked['type']}{written}{options[name]}")
+            ids += [*encode("<|im_end|>", parse_special=True), *encode(":")]
+            check_scores(kind, llm, ids, name, probabilities(llm, state)[name])
+        assert found.prompt_tokens == len(ids) and found.computed_tokens <= len(ids) + 2 * 16
+        assert llm.decide(state, QUESTIONS).answers == found.answers
+
+
+@pytest.mark.parametrize("kind", ["causal", "jev"])
+def test_such_a_template_is_read_as_transformers_reads_it(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.decision", exc_type=ImportError)
+    folder = write(tmp_path / kind, kind, template=JOINT)
+    with localinfer.load(folder, threads=1, kv_type="f32") as llm:
+        compare_with_transformers(Loaded(kind, folder, llm), STATES[0])
 
 
 @pytest.mark.parametrize(
@@ -212,8 +256,8 @@ def test_more_options_than_labels_are_refused(loaded: Loaded) -> None:
         ({"labels": {"noul": ["Yes", "Maybe"]}}, TEMPLATE, "labels .* not each another token"),
         ({"labels": {"noul": ["Yes", "Yes"]}}, TEMPLATE, "labels .* not each another token"),
         ({}, None, "no decision_template.jinja"),
-        ({}, "{{ questions }}<|mark|>", "asks all `questions`"),
         ({}, "<|mark|>{{ question }}", "writes nothing before"),
+        ({}, "{{ questions }}<|mark|>", "writes nothing before <.mark.> number 2"),
         ({"head": "judge_config"}, TEMPLATE, "judge_config.json"),
         ({"head": "decision_config"}, TEMPLATE, "decision_config.json"),
         ({"head": "adapter_config"}, TEMPLATE, "adapter_config.json"),
@@ -226,7 +270,7 @@ def test_what_is_not_run_is_named(tmp_path: Path, changes: dict[str, Any], templ
     if head is not None:
         (folder / f"{head}.json").write_text("{}")
     with localinfer.load(folder, threads=1) as llm, pytest.raises(UnsupportedFormatError, match=match):
-        llm.decide("x", {"lost": QUESTIONS["lost"]})
+        llm.decide("x", {"lost": QUESTIONS["lost"], "again": QUESTIONS["lost"]})
 
 
 @pytest.mark.parametrize("change", [{"offsets": {"noul": 0}}, {"offsets": {**OFFSETS, "score": 9}}, {"softcap": -1.0}])
@@ -235,4 +279,4 @@ def test_heads_without_a_meaning_are_refused(tmp_path: Path, change: dict[str, A
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     with localinfer.load(folder, threads=1) as llm, pytest.raises(UnsupportedFormatError, match="proj.weight has"):
-        llm.decide("x", {"lost": QUESTIONS["lost"]})
+        llm.decide("x", {"lost": QUESTIONS["lost"], "again": QUESTIONS["lost"]})
