@@ -7,7 +7,7 @@ the rows of each head in the order of Hugging Face where GGUF has pairs, or perm
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as NotReady
 from dataclasses import dataclass
 from math import prod
@@ -60,6 +60,9 @@ _SAMPLED = np.uint64(255)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LEAST_ANCHORS = 4
 _MOST_ANCHORS = 1 << 21
+
+
+Taker = Callable[[str, NDArray[np.uint8]], object]
 
 
 class RunFinder:
@@ -165,11 +168,15 @@ class TensorScan:
 
 
 def check_tensors(
-    file: ModelFile, progress: ProgressCallback | None = None, config: ModelConfig | None = None
+    file: ModelFile,
+    progress: ProgressCallback | None = None,
+    config: ModelConfig | None = None,
+    take: Taker | None = None,
 ) -> Iterator[Finding]:
     """Read and decode every weight, on all cores, and yield what they tell.
 
-    progress: called with MB done. config: of the model, unless the file is run by none of its own.
+    progress: called with MB done. config: of the model, unless the file is run by none of its own. take: called with
+    names of tensors and their bytes, piece after piece, of several tensors at once.
     Raises: CorruptFileError if the file was changed since it was opened.
     """
     infos = [info for info in file.tensors.values() if info.type in SAMPLED_TYPES]
@@ -184,7 +191,7 @@ def check_tensors(
         try:
             for info in [*infos, None]:
                 if info is not None:
-                    waiting.append((info, pool.submit(_scan, file, info, done, stopped)))
+                    waiting.append((info, pool.submit(_scan, file, info, done, stopped, take)))
                 # Two for each thread are enough to keep it busy, and bound what is held.
                 while waiting and (info is None or len(waiting) >= 2 * threads):
                     first, future = waiting[0]
@@ -223,7 +230,7 @@ def _compare(scans: Sequence[TensorScan]) -> Iterator[Finding]:
         yield from judge_halves(members)
 
 
-def _scan(file: ModelFile, info: TensorRecord, done: list[int], stopped: Event) -> TensorScan:
+def _scan(file: ModelFile, info: TensorRecord, done: list[int], stopped: Event, take: Taker | None) -> TensorScan:
     """Read one tensor. done: MB of all, which this adds to; stopped: the result is not wanted any more."""
     whole = None if file.stretch(info.name) is not None else file.tensor_bytes(info.name).reshape(-1)
 
@@ -238,6 +245,8 @@ def _scan(file: ModelFile, info: TensorRecord, done: list[int], stopped: Event) 
             break
         data = read(first, min(first + size, info.num_bytes))
         scan.add(data)
+        if take is not None:
+            take(info.name, data)
         done[0] += data.size
     findings: list[Finding] = []
     if not stopped.is_set() and scan.has_values:

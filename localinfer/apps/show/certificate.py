@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from localinfer.llm import LLM
     from localinfer.models.text.tokenizer import Tokenizer
     from localinfer.quant.checkpoint.model_file import ModelFile
+    from localinfer.quant.formats.types import TensorRecord
 
 FORMAT = 1
 NUM_PROBES = 32
@@ -105,9 +106,32 @@ def certify(path: str, progress: ProgressCallback | None = None) -> Certificate:
         return certify_outputs(made, llm)
 
 
-def certify_file(file: "ModelFile", progress: ProgressCallback | None = None) -> Certificate:
-    """The digests of an open file, without those of what it computes. Raises: CorruptFileError."""
-    tensors, settings = dict(_tensor_digests(file, progress)), dict(_setting_digests(file))
+class ReadDigests:
+    """Digests of tensors that something else reads, from first to last, each by one thread at a time."""
+
+    def __init__(self, file: "ModelFile") -> None:
+        self._sizes = {name: record.num_bytes for name, record in file.tensors.items()}
+        self._hashers = {name: _hasher(record) for name, record in file.tensors.items() if file.grouped(name) is None}
+
+    def take(self, name: str, data: NDArray[np.uint8]) -> None:
+        """Take the next bytes of a tensor."""
+        if name in self._hashers:
+            self._hashers[name].update(np.ascontiguousarray(data).data)
+            self._sizes[name] -= data.size
+
+    def whole(self) -> dict[str, str]:
+        """Of the tensors that were read to their ends."""
+        return {name: _hex(one) for name, one in self._hashers.items() if self._sizes[name] == 0}
+
+
+def certify_file(
+    file: "ModelFile", progress: ProgressCallback | None = None, known: Mapping[str, str] | None = None
+) -> Certificate:
+    """The digests of an open file, without those of what it computes. Raises: CorruptFileError.
+
+    known: digests of tensors, which are not read again.
+    """
+    tensors, settings = dict(_tensor_digests(file, progress, known or {})), dict(_setting_digests(file))
     return Certificate(model=file.path.name, tensors=tensors, settings=settings)
 
 
@@ -172,16 +196,29 @@ def _first_difference(wanted: Sequence[str], found: Sequence[str]) -> int:
     return next((number for number, (one, other) in pairs if one != other), min(len(wanted), len(found)) + 1)
 
 
-def _tensor_digests(file: "ModelFile", progress: ProgressCallback | None) -> Iterator[tuple[str, str]]:
+def _hasher(record: "TensorRecord") -> "hashlib._Hash":
+    return hashlib.sha256(f"{record.type} {record.shape}".encode())
+
+
+def _hex(hasher: "hashlib._Hash") -> str:
+    return hasher.hexdigest()[: 2 * _DIGEST_BYTES]
+
+
+def _tensor_digests(
+    file: "ModelFile", progress: ProgressCallback | None, known: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     from localinfer.quant.checkpoint.model_file import read_stretch
 
     names = sorted(file.tensors)
     for number, name in enumerate(names):
+        if name in known:
+            yield name, known[name]
+            continue
         if progress is not None:
             progress("reading tensors", number, len(names))
         record = file.tensors[name]
         grouped = file.grouped(name)
-        hasher = hashlib.sha256(f"{record.type} {record.shape}".encode())
+        hasher = _hasher(record)
         if grouped is not None:
             for matrix in grouped:
                 for part in (matrix.scales, matrix.zeros, matrix.groups):
@@ -195,7 +232,7 @@ def _tensor_digests(file: "ModelFile", progress: ProgressCallback | None) -> Ite
                 end = min(first + _READ_BYTES, record.num_bytes)
                 hasher.update(np.ascontiguousarray(read_stretch(file, name, first, end)).data)
                 file.forget(name, first, end)
-        yield name, hasher.hexdigest()[: 2 * _DIGEST_BYTES]
+        yield name, _hex(hasher)
 
 
 def _setting_digests(file: "ModelFile") -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ model, and the loss that is left when a passage stands in the context already.
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -197,16 +197,18 @@ def verify_model(path: str, progress: ProgressCallback | None = None, certificat
     certificate: a file with which the model is compared bit for bit.
     Raises: ModelFileError or a subclass for a file that cannot be opened, or was changed meanwhile.
     """
+    from localinfer.apps.show.certificate import ReadDigests
     from localinfer.models.load.loader import open_model_file
 
     result = Verification()
     certified = None if certificate is None else _Certified.read(certificate)
     file = open_model_file(path)
     try:
-        if certified is not None:
-            certified.add_file(file, result, progress)
+        read = None if certified is None else ReadDigests(file)
         result.findings.extend(_check_digests(file, result, progress))
-        result.findings.extend(dict.fromkeys(_check_file(file, result, progress)))
+        result.findings.extend(dict.fromkeys(_check_file(file, result, progress, None if read is None else read.take)))
+        if certified is not None and read is not None:
+            certified.add_file(file, result, progress, read.whole())
         is_alone = lone_part(file) is None
         # Decoders that were made into embedding models and rerankers do not speak any more.
         pools = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0) != 0
@@ -237,12 +239,14 @@ class _Certified:
 
         return cls(Certificate.read(path))
 
-    def add_file(self, file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> None:
-        """Add the digests of the file."""
+    def add_file(
+        self, file: "ModelFile", result: Verification, progress: ProgressCallback | None, known: Mapping[str, str]
+    ) -> None:
+        """Add the digests of the file. known: of tensors, which are not read again."""
         from localinfer.apps.show.certificate import certify_file
 
         try:
-            self.found = certify_file(file, progress)
+            self.found = certify_file(file, progress, known)
         except LocalinferError as error:
             result.findings.append(Finding("certificate", str(error).removesuffix("."), is_error=True))
 
@@ -279,7 +283,12 @@ def _check_digests(file: "ModelFile", result: Verification, progress: ProgressCa
     return [Finding("checksum", line) for line in differing]
 
 
-def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallback | None) -> Iterator[Finding]:
+def _check_file(
+    file: "ModelFile",
+    result: Verification,
+    progress: ProgressCallback | None,
+    take: "Callable[[str, NDArray[np.uint8]], object] | None",
+) -> Iterator[Finding]:
     from localinfer.models.checks.tensor_samples import check_conversion
     from localinfer.models.checks.tensor_scan import check_tensors
     from localinfer.models.load.loader import read_config
@@ -288,7 +297,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
     if part is not None:
         result.unchecked.append(f"settings and output: {part}")
         yield from _check_settings(file, None, result)
-        yield from check_tensors(file, progress)
+        yield from check_tensors(file, progress, take=take)
         return
     try:
         config = read_config(file)
@@ -297,7 +306,7 @@ def _check_file(file: "ModelFile", result: Verification, progress: ProgressCallb
         return
     yield from _check_settings(file, config, result)
     yield from check_conversion(file, config)
-    yield from check_tensors(file, progress, config)
+    yield from check_tensors(file, progress, config, take)
 
 
 def lone_part(file: "ModelFile") -> str | None:

@@ -8,10 +8,20 @@ import pytest
 
 import localinfer
 from localinfer.apps.cli import main
-from localinfer.apps.show.certificate import NUM_PROBES, Certificate, certify, certify_outputs, compare
+from localinfer.apps.show.certificate import (
+    NUM_PROBES,
+    Certificate,
+    ReadDigests,
+    certify,
+    certify_file,
+    certify_outputs,
+    compare,
+)
 from localinfer.errors import RequestError
 from localinfer.models import demo
+from localinfer.models.checks.tensor_scan import check_tensors
 from localinfer.models.load.loader import open_model_file
+from localinfer.quant.checkpoint import model_file
 from localinfer.quant.checkpoint.model_file import read_stretch
 from tests.models.checks.certified_faults import certified, differences
 from tests.models.checks.planted_faults import FAULTS, plant
@@ -52,6 +62,17 @@ def test_codes_of_a_quantized_folder_are_certified(tmp_path: Path) -> None:
     codes.codes[3, 5] ^= 1
     told = [one.message for one in compare(whole, certify(str(written("changed"))))]
     assert "tensor blk.0.attn_q.weight differs" in told[0] and "other logits" in told[1]
+
+
+def test_what_the_checks_of_weights_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_model_file(DEMO)
+    wanted, read, again = certify_file(file), ReadDigests(file), list[str]()
+    assert list(check_tensors(file, take=read.take)) == []
+    monkeypatch.setattr(model_file, "read_stretch", lambda file, name, *_: again.append(name))
+    assert certify_file(file, known=read.whole()) == wanted and again == []
+    read.take("output_norm.weight", np.zeros(4, np.uint8))
+    assert "output_norm.weight" not in read.whole(), "its bytes are not those of one reading"
+    file.close()
 
 
 def test_the_report_names_what_differs() -> None:
