@@ -57,13 +57,17 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark tests of processes and sockets: `-m "not system"` is the ring without. What is chosen becomes tables."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark tests of processes and sockets: `-m "not system"` is the ring without. What is chosen becomes tables.
+
+    But on a GPU (`-m cuda`) each case is compiled for, for seconds, and alone, so that several processes share them.
+    """
     for item in items:
         if starts_others(item.path) or _SERVERS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.system)
     yield
-    items[:] = as_tables(items)
+    if config.option.markexpr != "cuda":
+        items[:] = as_tables(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,9 @@ from localinfer.types import ProgressCallback
 F32, F16, BF16 = range(3)
 """Element types of a library GEMM, numbered as in `compiled.rows`."""
 
+_LOG_BYTES = 8192
+"""Of what the driver says of a kernel that it refuses."""
+
 _READ_BYTES = 1 << 30
 _READS = 8
 """Bytes and repetitions of `read_bandwidth`."""
@@ -313,11 +316,24 @@ class CudaDevice:
     def _function(self, key: KernelKey) -> Any:
         if key not in self._functions:
             ptx = kernel_ptx(key, self.capability)
-            (module,) = self._check(self._driver.cuModuleLoadData(ptx + b"\0"))
+            module = self._load(ptx, entry_name(key))
             self._modules.append(module)
             (function,) = self._check(self._driver.cuModuleGetFunction(module, entry_name(key).encode()))
             self._functions[key] = (function, parameter_kinds(ptx))
         return self._functions[key]
+
+    def _load(self, ptx: bytes, name: str) -> Any:
+        """The driver's module of a kernel. Raises: BackendUnavailableError with what its assembler says."""
+        options, log = self._driver.CUjit_option, bytearray(_LOG_BYTES)
+        kinds = [options.CU_JIT_ERROR_LOG_BUFFER, options.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+        status, *modules = self._driver.cuModuleLoadDataEx(ptx + b"\0", len(kinds), kinds, [log, len(log)])
+        said = "; ".join(log.rstrip(b"\0").decode(errors="replace").split("\n")).strip("; ")
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise BackendUnavailableError(
+                f"the CUDA driver refuses kernel {name} for sm_{self.capability[0]}{self.capability[1]} with "
+                f"{status.name}" + (f" ({said})" if said else "") + "; update the driver, or take device 'cpu'"
+            )
+        return modules[0]
 
     def _multiply(self, product: Gemm) -> None:
         torch = self._torch

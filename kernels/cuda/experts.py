@@ -12,7 +12,7 @@ from localinfer.kernels.graph_builder import check, packed_weight
 from localinfer.kernels.layouts import is_float
 from localinfer.kernels.ops import Gating
 
-_GATINGS = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2, Gating.SPARSE_MIXER: 3}
+GATINGS = {Gating.SOFTMAX: 0, Gating.SIGMOID: 1, Gating.SOFTMAX_SELECTED: 2, Gating.SPARSE_MIXER: 3}
 _MAX_BLOCKS = 65535
 """Maximum of a grid's second axis."""
 
@@ -33,7 +33,7 @@ def lower_route(tape: CudaTape, op: ops.Route) -> None:
     def build(shape: Shape) -> Iterator[Step]:
         if shape.rows(logits.rows):
             grid = (1, shape.rows(logits.rows), 1)
-            yield Launch("experts.route", (_GATINGS[routing.gating],), grid, 32, values)
+            yield Launch("experts.route", (GATINGS[routing.gating],), grid, 32, values)
 
     tape.add(build, op.expert_ids, op.expert_weights)
 

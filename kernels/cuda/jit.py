@@ -106,6 +106,7 @@ def compile_ptx(name: str, constants: tuple[int, ...], capability: tuple[int, in
     Its one entry is named `kernel_cache.entry_name`.
     """
     ptx = to_ptx(kernel_ir(name, constants), entry_name((name, constants)), capability)
+    assert ".extern" not in ptx, f"{name} calls what is not in it, which no GPU's driver links"
     bounds = find_template(name).bounds
     limits = None if bounds is None else bounds(*constants)
     return ptx if limits is None else _bounded(ptx, *limits)
@@ -178,28 +179,57 @@ def _convergent(text: str) -> str:
     return re.sub(r"(?m)^((?:define|declare) .*\))", r"\1 convergent", text)
 
 
+_LABEL = re.compile(r'^"?([^\s":]+)"?:')
+_TARGET = re.compile(r'label %"?([^\s",]+)"?')
+
+
 def _unroll(text: str) -> str:
     """Make LLVM unroll every `for` loop fully, so that arrays indexed in them are in registers.
 
-    Loops with a count unknown at compile time are written with `while`. Those end in a conditional branch back; a `for`
-    branches back unconditionally, or at the end of an inner `for`.
+    Loops with a count unknown at compile time are written with `while`. Those end in a branch back if a condition holds,
+    of which LLVM would warn; a `for` branches back unconditionally, or at the end of an inner `for`. The branches into
+    blocks that are written before theirs are marked besides: without them a few loops stay.
     """
-    seen: set[str] = set()
     lines: list[str] = []
     loops: list[str] = []
-    for line in text.splitlines():
-        label = re.match(r'^"?([^\s":]+)"?:', line)
-        if line.startswith("define"):
-            seen = set()
-        elif label:
-            seen.add(label[1])
-        targets = re.findall(r'label %"?([^\s",]+)"?', line) if line.startswith("  br ") else []
-        if targets and targets[-1] in seen and "!llvm.loop" not in line:
-            number = 900000 + len(loops)
-            loops.append(f"!{number} = distinct !{{ !{number}, !899999 }}")
-            line = f"{line}, !llvm.loop !{number}"
-        lines.append(line)
+    for function in re.split(r"(?m)^(?=define )", text):
+        backwards, seen, block = _back_edges(function), set[str](), ""
+        for line in function.splitlines():
+            label = _LABEL.match(line)
+            if label:
+                block = label[1]
+                seen.add(block)
+            targets = _TARGET.findall(line) if line.startswith("  br ") else []
+            is_while = bool(targets) and len(targets) == 2 and (block, targets[0]) in backwards
+            if targets and targets[-1] in seen and not is_while and "!llvm.loop" not in line:
+                number = 900000 + len(loops)
+                loops.append(f"!{number} = distinct !{{ !{number}, !899999 }}")
+                line = f"{line}, !llvm.loop !{number}"
+            lines.append(line)
     return "\n".join([*lines, '!899999 = !{ !"llvm.loop.unroll.full" }', *loops])
+
+
+def _back_edges(function: str) -> set[tuple[str, str]]:
+    """Branches of a function's LLVM IR, as pairs of block and target, from within a loop to its first block."""
+    targets: dict[str, list[str]] = {}
+    for line in function.splitlines():
+        label = _LABEL.match(line)
+        if label:
+            targets[block := label[1]] = []
+        elif targets:
+            targets[block] += _TARGET.findall(line)
+    found: set[tuple[str, str]] = set()
+    path, seen = list(targets)[:1], set(list(targets)[:1])
+    while path:
+        block = path[-1]
+        if not targets[block]:
+            path.pop()
+        elif (target := targets[block].pop()) in path:
+            found.add((block, target))
+        elif target not in seen:
+            seen.add(target)
+            path.append(target)
+    return found
 
 
 def _optimised(texts: Sequence[str], entry: str) -> str:

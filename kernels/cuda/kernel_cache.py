@@ -48,19 +48,28 @@ OLDEST_VERSIONS = {"numba-cuda": (0, 30, 4), "torch": (2, 6)}
 """Older ones of numba-cuda fail at import beside Numba 0.67; as in pyproject.toml."""
 
 
+NEWER_VERSIONS = {"numpy": (2, 5)}
+"""From these on numba-cuda 0.30.4 fails as it compiles (`numpy.row_stack` is gone); as in pyproject.toml."""
+
+
 def require_numba_cuda() -> None:
-    """Raise BackendUnavailableError where the extra `cuda` is not installed, or too old."""
-    for package, oldest in OLDEST_VERSIONS.items():
+    """Raise BackendUnavailableError where the extra `cuda` is not installed, or in versions that fail."""
+    for package, limit in (OLDEST_VERSIONS | NEWER_VERSIONS).items():
         try:
             version = metadata.version(package)
             found = f"and {version} is installed"
         except metadata.PackageNotFoundError:
             version, found = "0", "which is not installed"
-        if tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[: len(oldest)]) < oldest:
+        is_newer = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[: len(limit)]) >= limit
+        if is_newer != (package in OLDEST_VERSIONS):
+            wanted = f"before {_dotted(limit)}" if is_newer else f"{_dotted(limit)} or newer"
             raise BackendUnavailableError(
-                f"device 'cuda' needs {package} {'.'.join(map(str, oldest))} or newer, {found}; install "
-                "'localinfer[cuda]', or take device 'cpu'"
+                f"device 'cuda' needs {package} {wanted}, {found}; install 'localinfer[cuda]', or take device 'cpu'"
             )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @functools.cache

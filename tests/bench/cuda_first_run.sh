@@ -7,8 +7,9 @@
 #   bash tests/bench/cuda_first_run.sh --dry-run          all, without a GPU, on a device that records (or some, if named)
 #
 # .cuda, which git ignores, stays between calls: .cuda/cache has compiled kernels, .cuda/results every figure and log,
-# which are copied to the folder $OUT if that is set. Wheels of what python3 lacks are taken from .cuda/wheels, and the
-# models that the tests compare from .cuda/shared (a copy of ../shared), if these exist.
+# which are copied to the folder $OUT after each step, if that is set. What python3 lacks is taken from
+# .cuda/packages.tar.xz or from wheels in .cuda/wheels, and the models that the tests compare from .cuda/shared (a copy
+# of ../shared), if these exist. How to pack them small: README.md.
 set -euo pipefail
 umask 077
 mkdir -p .cuda/cache .cuda/state .cuda/results .cuda/site
@@ -18,6 +19,10 @@ export XDG_CACHE_HOME="$base/cache" XDG_STATE_HOME="$base/state"
 # The driver's machine code of kernels.
 export CUDA_CACHE_PATH="$base/cache/driver" CUDA_CACHE_MAXSIZE=2147483648
 
+if [ -f .cuda/packages.tar.xz ] && [ ! -d .cuda/installed ]; then
+    mkdir .cuda/installed
+    tar -xJf .cuda/packages.tar.xz -C .cuda/installed
+fi
 if compgen -G ".cuda/wheels/*.whl" >/dev/null && [ ! -d .cuda/installed ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --target .cuda/installed .cuda/wheels/*.whl
 fi
@@ -28,7 +33,4 @@ cp -R localinfer/. kernels models quant .cuda/site/localinfer/
 export PYTHONPATH="$base/site:$base/installed"
 if [ -d .cuda/shared ] && [ ! -e ../shared ]; then cp -R .cuda/shared ../shared; fi
 
-status=0
-python3 -m tests.bench.cuda_steps "$@" || status=$?
-if [ -n "${OUT:-}" ]; then cp -R .cuda/results/. "$OUT/"; fi
-exit "$status"
+exec python3 -m tests.bench.cuda_steps "$@"

@@ -42,11 +42,21 @@ _SECONDS = 25.0
 
 def wanted_versions() -> dict[str, tuple[int, ...]]:
     """The oldest version of each distribution that pyproject.toml allows."""
+    return {name: numbers(version) for name, version in _bounds(">=").items()}
+
+
+def refused_versions() -> dict[str, tuple[int, ...]]:
+    """The first version of each distribution that pyproject.toml no longer allows on a GPU."""
+    return {name: numbers(version) for name, version in _bounds("<").items()}
+
+
+def _bounds(sign: str) -> dict[str, str]:
+    """Versions that follow a sign, of several bounds of a distribution the last, which is that of the extra `cuda`."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["dev"], *extras["cuda"]]
-    found = (re.match(r"([A-Za-z0-9_-]+)>=([0-9.]+)", line) for line in lines)
-    return {match[1]: numbers(match[2]) for match in found if match is not None}
+    found = (re.match(rf"([A-Za-z0-9_-]+).*?{sign}([0-9.]+)", line) for line in lines)
+    return {match[1]: match[2] for match in found if match is not None}
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -55,7 +65,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match is not None else ()
 
 
-def version_problem(name: str, wanted: tuple[int, ...]) -> str | None:
+def version_problem(name: str, wanted: tuple[int, ...], refused: tuple[int, ...] = ()) -> str | None:
     """What is wrong with the version of a distribution that is installed, if anything."""
     text = ".".join(map(str, wanted))
     try:
@@ -64,13 +74,16 @@ def version_problem(name: str, wanted: tuple[int, ...]) -> str | None:
         return f"{name} is not installed" + (f"; {text} or newer is wanted" if wanted else "")
     if numbers(found) < wanted:
         return f"{name} {found} is installed; {text} or newer is wanted"
+    if refused and numbers(found) >= refused:
+        return f"{name} {found} is installed; one before {'.'.join(map(str, refused))} is wanted"
     return None
 
 
 def main() -> int:
     """Print what is there and what is missing; 1 if anything is."""
-    wanted = wanted_versions()
-    problems = [problem for name in MODULES if (problem := version_problem(name, wanted.get(name, ())))]
+    wanted, refused = wanted_versions(), refused_versions()
+    found = [version_problem(name, wanted.get(name, ()), refused.get(name, ())) for name in MODULES]
+    problems = [problem for problem in found if problem is not None]
     if problems:
         return report(problems)
     programs = {f"import {module}": f"import {module}" for module in MODULES.values()}

@@ -22,8 +22,8 @@ STEPS = {step.name: step for step in cuda_steps.STEPS}
 def test_every_step_is_short_and_the_order_is_by_worth() -> None:
     assert all(step.seconds <= cuda_steps.LIMIT for step in cuda_steps.STEPS)
     names = list(STEPS)
-    assert names[:4] == ["imports", "product", "decode", "ceilings"] and names[-1] == "table"
-    wanted = ["ceilings", "ops", "products", "models", "layer", "memcheck", "racecheck", "table"]
+    assert names[:4] == ["imports", "product", "demo", "decode"] and names[-1] == "table"
+    wanted = ["demo", "rates", "shapes", "failed", "memcheck", "racecheck", "layer", "ops", "products", "models"]
     assert [name for name in names if name in wanted] == wanted
     parts = {word for step in cuda_steps.STEPS for command in step.commands for word in command if word in PARTS}
     assert parts == set(PARTS), "every part of the bench is measured"
@@ -42,16 +42,27 @@ def test_every_selection_of_tests_selects_some() -> None:
 
 def test_steps_run_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr(cuda_steps, "_DRY_RESULTS", tmp_path)
-    tools = tmp_path / "tools"
+    tools, results = tmp_path / "tools", tmp_path / "results"
     tools.mkdir()
-    environment = cuda_steps.dry_environment(tools)
+    results.mkdir()
+    monkeypatch.setattr(cuda_steps, "_DRY_RESULTS", results)
+    environment = {**cuda_steps.dry_environment(tools), "OUT": str(tmp_path / "out")}
     for name in ("ceilings", "layer", "table"):
         assert cuda_steps.run_step(STEPS[name], environment, is_dry=True), capsys.readouterr().out
+        assert (tmp_path / "out" / f"{name}.log").read_text().splitlines()[-1].startswith("exit 0 after")
     told = capsys.readouterr().out
     assert "== layer: one layer under the profiler" in told and "| an empty kernel in a graph |" in told
-    assert "boundary_seconds" in json.loads((tmp_path / "bench.json").read_text())
-    assert (tmp_path / "commands.log").read_text().startswith("ncu --profile-from-start off")
+    assert "boundary_seconds" in json.loads((results / "bench.json").read_text())
+    assert (results / "commands.log").read_text().startswith("ncu --profile-from-start off")
+
+
+def test_tests_are_shared_by_processes_but_not_under_a_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_steps.os, "cpu_count", lambda: 16)
+    told = {name: cuda_steps.with_workers(step.commands[-1]) for name, step in STEPS.items()}
+    shared = {name for name, command in told.items() if command[-4:] == ["-n", "12", "--dist", "worksteal"]}
+    assert shared == {"product", "failed", "ops", "products", "models"}
+    monkeypatch.setattr(cuda_steps.os, "cpu_count", lambda: 1)
+    assert cuda_steps.with_workers(STEPS["ops"].commands[0]) == list(STEPS["ops"].commands[0])
 
 
 def test_a_step_ends_when_its_time_is_over(tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def route(gating):
                 expert = lane
                 while expert < count:
                     score = ptx.load_f32(scores + 4 * expert)
-                    furthest = margin * ptx.maximum(abs(score), best)
+                    # abs() of a float calls a library that PTX alone does not hold.
+                    furthest = margin * ptx.maximum(ptx.maximum(score, -score), best)
                     if score > float32(_LOWEST) and best - score <= furthest:
                         total = total + exponential(score - best)
                     expert = expert + 32

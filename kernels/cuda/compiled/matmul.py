@@ -10,7 +10,7 @@ from numba import cuda, float32, int64
 from localinfer.kernels.cuda.compiled import ptx
 from localinfer.kernels.cuda.compiled.activations import activate_gate
 from localinfer.kernels.cuda.compiled.quantize import quantize_written
-from localinfer.kernels.cuda.compiled.weights import BYTES, nibbles_of, row_of, signed_halves, unit_of
+from localinfer.kernels.cuda.compiled.weights import BYTES, FIFTH_BITS, nibbles_of, row_of, signed_halves, unit_of
 from localinfer.kernels.cuda.jit import inline, template
 from localinfer.kernels.cuda.weights import unit_columns
 from localinfer.kernels.layouts import Layout
@@ -58,8 +58,9 @@ def finished(value, up, gated, activation, bias, up_bias, scale, residual, resid
 
 
 def _bounds(layout, batch_rows, weight_rows, split, kind, prefetches=0):
-    """Registers enough to load every weight of a unit before the first is used, for one and two rows of activations."""
-    return (128, 5 - batch_rows) if batch_rows <= 2 else None
+    """Registers enough to load every weight of a unit before the first is used, for up to four rows of activations."""
+    blocks = {1: 4, 2: 3, 4: 3 if layout == Layout.Q6_K or layout in FIFTH_BITS else 4}
+    return (128, blocks[batch_rows]) if batch_rows in blocks else None
 
 
 @template(floats="scale", tuples={**SLOTS, **ROW_BYTES}, bounds=_bounds)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localinfer.errors import BackendUnavailableError
 from localinfer.kernels.cuda import device as device_module
-from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, FoundDevice, Gemm
+from localinfer.kernels.cuda.device import BF16, F32, CudaDevice, FoundDevice, Gemm, Launch
 
 
 class Kind(str):
@@ -151,3 +152,27 @@ def test_other_threads_may_use_their_devices_during_a_capture(torch: Torch) -> N
     place = device.allocate(4096)
     device.capture([Gemm(place, 64, place, place, 8, 16, 32, F32)])()
     assert torch.modes == ["thread_local"] and len(torch.products) == 1
+
+
+def test_a_kernel_that_the_driver_refuses_is_named_with_what_its_assembler_says(
+    torch: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(image: bytes, count: int, options: list[str], values: list[Any]) -> tuple[Any, None]:
+        log, size = values
+        assert image.endswith(b"\0") and count == len(options) == 2 and len(log) == size
+        said = b"ptxas fatal   : Unresolved extern function '__nv_fabsf'\n"
+        log[: len(said)] = said
+        return SimpleNamespace(name="CUDA_ERROR_INVALID_PTX"), None
+
+    driver = sys.modules["cuda.bindings.driver"]
+    driver.CUjit_option = SimpleNamespace(  # type: ignore[attr-defined]
+        CU_JIT_ERROR_LOG_BUFFER="log", CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES="size"
+    )
+    driver.cuModuleLoadDataEx = refuse  # type: ignore[attr-defined]
+    monkeypatch.setattr(device_module, "kernel_ptx", lambda *_: b".entry route_3()")
+    with pytest.raises(BackendUnavailableError) as raised:
+        CudaDevice().run([Launch("experts.route", (3,), (1, 1, 1), 32, ())])
+    assert str(raised.value) == (
+        "the CUDA driver refuses kernel route_3 for sm_90 with CUDA_ERROR_INVALID_PTX (ptxas fatal   : Unresolved "
+        "extern function '__nv_fabsf'); update the driver, or take device 'cpu'"
+    )

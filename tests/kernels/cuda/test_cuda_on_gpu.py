@@ -20,9 +20,9 @@ from localinfer.kernels.program import Batch, Segment
 from localinfer.system.machine_limits import has_driver
 from tests.kernels.cpu.device import CpuDevice
 from tests.kernels.cuda.device import CudaTestDevice
+from tests.kernels.cuda.test_cuda_launches import LAUNCHES
 from tests.kernels.random_weights import decoded, quantized_activations, random_weights
 from tests.models.arch_models import (
-    architectures,
     build_model,
     build_text_model,
     normalized_error,
@@ -76,16 +76,12 @@ def test_product_on_the_gpu_is_the_oracles(device: CudaDevice, layout: Layout, r
     )
 
 
-ON_THE_CPU_ONLY = ("deepseek32-sparse", "glm-dsa-sparse", "glm-dsa-mtp", "minimax-m3-sparse")
-"""Their attention chooses positions."""
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("archs")
 
 
-@pytest.mark.parametrize("name", [name for name in architectures() if name not in ON_THE_CPU_ONLY])
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_logits_of_every_architecture_are_the_reference_runtimes_and_the_cpus(
     device: CudaDevice, name: str, folder: Path
 ) -> None:

@@ -51,7 +51,7 @@ KERNELS = [
         "dp4a.s32.s32 atom.acq_rel.gpu.global.add.u32 st.global.u8",
     ),
     ("matmul.matmul", (Layout.Q6_K, 8, 2, 2, matmul.PLAIN), 168, "dp4a.s32.s32 bar.sync"),
-    ("matmul.matmul", (Layout.INT8_32, 4, 2, 1, matmul.PLAIN), 96, "dp4a.u32.s32"),
+    ("matmul.matmul", (Layout.INT8_32, 4, 4, 1, matmul.PLAIN), 128, "dp4a.u32.s32 .maxntid"),
     ("matmul.matmul", (Layout.F16, 1, 4, 1, matmul.EXPERTS), 80, "ld.global.nc.L1::no_allocate.v4"),
     (
         "matmul_tiles.matmul_tiles",
@@ -67,7 +67,7 @@ KERNELS = [
     ),
     (
         "matmul_tiles.matmul_tiles",
-        (Layout.INT8_32, 4, 1, 1, matmul.PLAIN),
+        (Layout.INT8_32, 8, 1, 1, matmul.PLAIN),
         120,
         f"{HALF_BYTE_TILES}.u8.s8 .maxntid .minnctapersm",
     ),
@@ -119,6 +119,7 @@ KERNELS = [
     ("page_sums.add_shares", (), 40, "st.global.f32"),
     ("pooling.mean_rows", (), 40, "div.rn.f32"),
     ("experts.route", (0,), 40, "shfl.sync.bfly bar.sync"),
+    ("experts.route", (3,), 40, "shfl.sync.bfly max.f32"),
     ("sampling.best_of_warps", (64,), 40, "shfl.sync.bfly"),
     ("sampling.best_of_row", (64,), 40, "st.global.u32"),
     ("sampling.find_heads", (64,), 40, "bar.sync"),
@@ -182,7 +183,7 @@ def test_a_small_batch_reads_its_weights_once() -> None:
     # Per row of weights a lane loads one unit, of eight words of four columns or of four words of bytes.
     for layout, batch_rows, weight_rows, split, words in (
         (Layout.Q4_0, 1, 4, 1, 8),
-        (Layout.INT8_32, 4, 2, 1, 4),
+        (Layout.INT8_32, 4, 4, 1, 4),
         (Layout.Q6_K, 8, 2, 2, 8),
     ):
         ptx = ptx_of("matmul.matmul", (layout, batch_rows, weight_rows, split, matmul.PLAIN), (9, 0))

@@ -1,5 +1,6 @@
 """A device is trusted after it computed a product and an attention: one that is right, wrong or broken."""
 
+import re
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -138,7 +139,9 @@ def test_launches_do_not_overlap_on_older_gpus() -> None:
     assert not device.overlaps
 
 
-VERSIONS = {"numba-cuda": "0.30.4", "torch": "2.11.0+cu130", "numba": "0.67.0", "llvmlite": "0.50.0"}
+VERSIONS = {
+    "numba-cuda": "0.30.4", "torch": "2.11.0+cu130", "numba": "0.67.0", "llvmlite": "0.50.0", "numpy": "2.4.6"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -148,14 +151,18 @@ VERSIONS = {"numba-cuda": "0.30.4", "torch": "2.11.0+cu130", "numba": "0.67.0", 
         *[("numba-cuda", version, True) for version in ("0.30.4", "0.30.4.post1", "0.31.0", "1.0")],
         *[("torch", version, False) for version in ("2.5.1+cu124", "1.13")],
         *[("torch", version, True) for version in ("2.6.0", "2.11.0+cu130", "3.0a0")],
+        *[("numpy", version, False) for version in ("2.5.0", "2.5.2", "3.0.0")],
+        *[("numpy", version, True) for version in ("1.26.4", "2.4.6")],
     ],
 )
-def test_versions_that_fail_at_import_are_refused_by_name(
+def test_versions_that_fail_are_refused_by_name(
     package: str, version: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", (VERSIONS | {package: version}).__getitem__)
     if is_enough:
         kernel_cache.require_numba_cuda()
         return
-    with pytest.raises(BackendUnavailableError, match=f"needs {package} .* or newer, and .* is installed; install"):
+    wanted = "before 2.5" if package == "numpy" else ".* or newer"
+    message = f"needs {package} {wanted}, and {re.escape(version)} is installed; install"
+    with pytest.raises(BackendUnavailableError, match=message):
         kernel_cache.require_numba_cuda()
