@@ -186,9 +186,9 @@ _TARGET = re.compile(r'label %"?([^\s",]+)"?')
 def _unroll(text: str) -> str:
     """Make LLVM unroll every `for` loop fully, so that arrays indexed in them are in registers.
 
-    Loops with a count unknown at compile time are written with `while`. Those end in a branch back if a condition holds,
-    of which LLVM would warn; a `for` branches back unconditionally, or at the end of an inner `for`. The branches into
-    blocks that are written before theirs are marked besides: without them a few loops stay.
+    Loops with a count unknown at compile time are written with `while`. Those end in a branch back if a condition
+    holds; marked, LLVM would warn of most. A `for` branches back unconditionally, or at the end of an inner `for`.
+    Branches to blocks that are written before theirs are marked besides: without them a few loops stay.
     """
     lines: list[str] = []
     loops: list[str] = []

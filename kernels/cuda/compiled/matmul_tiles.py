@@ -4,7 +4,7 @@ A block of eight warps computes a tile of 16 rows of weights. Of every 32 units 
 and the four lanes of a quad then exchange words, so that each unit is multiplied in one mma (two for Q6_K, whose halves
 have scales of their own). Every unit has the same position in the sums as in `matmul`, so the bits are equal.
 
-On an H200 eight rows took 2.3 times as long as one by `matmul`: if `rates` shows that this is no gain, it is to be deleted.
+On an H200 eight rows took 2.3 times as long as one by `matmul`: if `rates` shows no gain, this is to be deleted.
 """
 
 from numba import cuda, float32, int64
