@@ -21,6 +21,7 @@ from local_servers import serving
 from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM
+from tests.support.samples import by_turns
 
 SHARE = 0.99
 """Of the tokens that a request shares with earlier ones, so many at least are not read again."""
@@ -163,11 +164,13 @@ def requests_of_each_shape() -> list[AgentRequest]:
     return list(shapes.values())
 
 
-@pytest.mark.parametrize("refused", ["message.role == 'system' and not loop.first", "message.role == 'system'"])
-def test_templates_that_refuse_system_messages_answer_every_shape_of_request(path: Path, refused: str):
+@pytest.mark.parametrize(
+    ("turn", "refused"), [(0, "message.role == 'system' and not loop.first"), (1, "message.role == 'system'")]
+)
+def test_templates_that_refuse_system_messages_answer_every_shape_of_request(path: Path, turn: int, refused: str):
     check = (
         f"{{% for message in messages %}}{{% if {refused} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}"
     )
     with agent_server(path, chat_template=check + TEMPLATE) as server:
-        for request in requests_of_each_shape():
+        for request in by_turns(requests_of_each_shape(), turn, 2):
             assert server.ask(request).message == request.reply

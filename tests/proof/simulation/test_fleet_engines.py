@@ -21,7 +21,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_conversations", "least", "most"), [("prefix", 10, 0.95, 1.0), ("random", 10, 0.3, 0.6)]
+    ("policy", "num_conversations", "least", "most"), [("prefix", 7, 0.95, 1.0), ("random", 7, 0.3, 0.6)]
 )
 def test_hit_rates_are_those_of_the_model(model, policy, num_conversations, least, most):
     workload = make_workload(1, num_conversations=num_conversations)
