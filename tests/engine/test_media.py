@@ -94,12 +94,11 @@ def test_what_is_told_of_a_row_does_not_depend_on_where_a_batch_begins(seed: int
             assert told(media, first, min(count, size - first)) == wanted[first : first + count]
 
 
-@pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("rows", [13, 24])
-def test_tokens_are_those_of_a_cold_run_in_any_chunks_and_whatever_is_cached(seed: int, rows: int) -> None:
+@pytest.mark.parametrize("seed", range(18))
+def test_tokens_are_those_of_a_cold_run_in_any_chunks_and_whatever_is_cached(seed: int) -> None:
     rng, encoder = np.random.default_rng(seed), Encoder()
     sees_itself, has_grid = SIGHTS[seed % 3]
-    engine = Engine(media_model(max_batch_rows=rows))
+    engine = Engine(media_model(max_batch_rows=(13, 24)[seed % 2]))
     for index in range(6):
         pieces, params = random_pieces(encoder, rng, sees_itself=sees_itself, has_grid=has_grid), PARAMS[index % 3]
         wanted = cold(pieces, params)

@@ -15,7 +15,8 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's environment without settings that choose kernels, plus the changes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "LOCALINFER_"))}
     path = os.pathsep.join(part for part in (str(REPOSITORY), os.environ.get("PYTHONPATH")) if part)
-    return kept | {"PYTHONPATH": path} | changes
+    # As in `conftest.py`: Numba colours errors that nobody sees.
+    return kept | {"PYTHONPATH": path, "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1"} | changes
 
 
 def start(

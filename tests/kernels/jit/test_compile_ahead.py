@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from localinfer.kernels.jit.compile_ahead import STAGE
-from tests.kernels.subprocesses import environment, run, start
+from tests.kernels.subprocesses import environment, run, run_in_copy, start
 from tests.support.limits import seconds, wait_until
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
@@ -32,7 +32,7 @@ print(json.dumps([told, "numba" in sys.modules]))
 def compile_names(folder: Path, names: list[str], *, starts: bool, **settings: str) -> tuple[list[list[object]], bool]:
     """What was told, and whether Numba was imported in the process that asked."""
     code = COMPILE.replace("{words}", repr((names, starts)))
-    told, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(folder), **settings)[0])
+    told, has_numba = json.loads(run_in_copy(code, XDG_CACHE_HOME=str(folder), **settings)[0])
     return told, has_numba
 
 
@@ -43,7 +43,7 @@ def test_kernels_compile_in_children_that_are_reported(count: int, tmp_path: Pat
     names = NAMES[:count]
     chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'chosen')!r})\n" if count == 1 else ""
     code = chosen + COMPILE.replace("{words}", repr((names, True)))
-    told, has_numba = json.loads(run(code, XDG_CACHE_HOME=str(tmp_path / "user's"))[0])
+    told, has_numba = json.loads(run_in_copy(code, XDG_CACHE_HOME=str(tmp_path / "user's"))[0])
     assert not has_numba
     assert {path.stem for path in tmp_path.rglob("*.o")} == set(names)
     assert [path.name for path in tmp_path.iterdir()] == ["chosen" if chosen else "user's"]
@@ -150,7 +150,7 @@ run_children("import time; time.sleep(3600)", [[], []], go_on)
 @LINUX
 def test_what_progress_raises_ends_the_children(tmp_path: Path) -> None:
     """An OSError too, which is also what a child that cannot be started raises."""
-    assert run(STOPPED.replace("{names}", repr(NAMES)), XDG_CACHE_HOME=str(tmp_path))[0] == "0"
+    assert run_in_copy(STOPPED.replace("{names}", repr(NAMES)), XDG_CACHE_HOME=str(tmp_path))[0] == "0"
     assert not list(tmp_path.rglob("*.o"))
 
 

@@ -17,7 +17,8 @@ from localinfer.kernels.jit.numba import compile_kernel
 from localinfer.kernels.jit.object_cache import note_use
 from localinfer.kernels.versions import digests_of
 from localinfer.system.folders import set_cache_folder, user_folder
-from tests.kernels.subprocesses import REPOSITORY, finish, run, start
+from tests.kernels.subprocesses import REPOSITORY, finish, run, run_in_copy, start
+from tests.support.warm_python import WarmPython
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps modes and owners another way")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache folder cannot be moved by a variable")
@@ -26,7 +27,7 @@ FOLDER = "from localinfer.kernels.jit import object_cache; print(object_cache.ca
 COMPILE = """
 import sys
 from localinfer.kernels.jit import object_cache
-assert object_cache.Kernel("matmul.quantize_rows").address
+assert object_cache.Kernel("elementwise.scale").address
 print(object_cache.cache_folder())
 """
 
@@ -44,7 +45,7 @@ def test_the_next_process_hits_the_cache_in_a_private_folder_and_never_imports_n
     first = cached_files(folder)
     assert folder.parent == tmp_path / "localinfer" / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    assert set(first) == {"matmul.quantize_rows.o"} and has_numba == "True"
+    assert set(first) == {"elementwise.scale.o"} and has_numba == "True"
     assert run(code, XDG_CACHE_HOME=str(tmp_path)) == (f"{folder}\nFalse", "")
     assert cached_files(folder) == first
 
@@ -52,9 +53,9 @@ def test_the_next_process_hits_the_cache_in_a_private_folder_and_never_imports_n
 @LINUX
 def test_the_folder_of_the_variable_or_of_the_application_keeps_them_instead(tmp_path: Path) -> None:
     places = {"XDG_CACHE_HOME": str(tmp_path / "user's"), "LOCALINFER_CACHE": str(tmp_path / "of variable")}
-    assert Path(run(FOLDER, **places)[0]).parent == tmp_path / "of variable" / "kernels"
+    assert Path(run_in_copy(FOLDER, **places)[0]).parent == tmp_path / "of variable" / "kernels"
     chosen = f"import localinfer; localinfer.set_cache_folder({str(tmp_path / 'ä b')!r})\n"
-    assert Path(run(chosen + FOLDER, **places)[0]).parent == tmp_path / "ä b" / "kernels"
+    assert Path(run_in_copy(chosen + FOLDER, **places)[0]).parent == tmp_path / "ä b" / "kernels"
     assert {path.name for path in tmp_path.iterdir()} == {"of variable", "ä b"}
 
 
@@ -96,7 +97,7 @@ def test_keys_that_nobody_used_for_long_are_removed_and_no_others(tmp_path: Path
 
 @LINUX
 def test_processes_that_compile_at_the_same_time_all_succeed(tmp_path: Path) -> None:
-    processes = [start(COMPILE, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    processes = [start(COMPILE, kind=WarmPython, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     folders = {finish(process) for process in processes}
     assert len(folders) == 1
     assert cached_files(Path(folders.pop()[0]))
@@ -108,7 +109,7 @@ def test_without_a_cache_folder_kernels_compile_and_one_warning_says_so(tmp_path
     blocked.touch()
     temporary.mkdir()
     temporary.chmod(0o777)
-    output, errors = run(COMPILE, XDG_CACHE_HOME=str(blocked), TMPDIR=str(temporary))
+    output, errors = run_in_copy(COMPILE, XDG_CACHE_HOME=str(blocked), TMPDIR=str(temporary))
     assert output == "None"
     assert errors.count("RuntimeWarning") == 1
     assert str(blocked) in errors and "kernels are compiled at every start" in errors
@@ -119,14 +120,14 @@ def test_without_a_cache_folder_kernels_compile_and_one_warning_says_so(tmp_path
 @LINUX
 def test_without_a_cache_folder_a_temporary_one_keeps_kernels_and_one_warning_says_so(tmp_path: Path) -> None:
     settings = {"XDG_CACHE_HOME": "/proc/nowhere", "TMPDIR": str(tmp_path)}
-    output, errors = run(COMPILE, **settings)
+    output, errors = run_in_copy(COMPILE, **settings)
     folder = tmp_path / f"localinfer-{os.getuid()}"
     assert Path(output).parent == folder / "kernels"
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(Path(output).stat().st_mode) == 0o700
     assert errors.count("RuntimeWarning") == 1
     assert "/proc/nowhere" in errors and str(folder) in errors
     first = cached_files(Path(output))
-    assert first and run(COMPILE, **settings)[0] == output
+    assert first and run_in_copy(COMPILE, **settings)[0] == output
     assert cached_files(Path(output)) == first
 
 
@@ -142,7 +143,7 @@ def test_a_planted_temporary_folder_is_not_used(tmp_path: Path, planted: str) ->
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    output, errors = run(FOLDER, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
+    output, errors = run_in_copy(FOLDER, XDG_CACHE_HOME="/proc/nowhere", TMPDIR=str(tmp_path))
     assert output == "None" and errors.count("RuntimeWarning") == 1
     assert sorted(tmp_path.rglob("*")) == sorted({folder, *([tmp_path / "real"] if planted == "link" else [])})
 

@@ -31,7 +31,7 @@ def test_changed_settings_do_what_they_do_in_the_published_class(case: str, tmp_
     # Settings that a family ignores leave a file as it is.
     known: dict[tuple[str, bytes], FloatArray] = {}
     turn = list(EFFECTS).index(case)
-    for name, effect in by_turns(list(EFFECTS[case].items()), turn, 2):
+    for name, effect in by_turns(list(EFFECTS[case].items()), turn, 4):
         config = changed(CASES[case]["config"], name)
         if effect.outcome == "refused" or config is None or name in NEWER_THAN_OLD_ROPE.get(case, ()):
             continue

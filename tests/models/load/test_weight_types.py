@@ -17,7 +17,7 @@ from localinfer.quant.formats.types import TensorType
 from localinfer.quant.gguf.reader import read_gguf
 from tests.support.oracle import NumpyProgram, NumpyWeights
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 256, 4, 2, 64, 300
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCAB = 256, 256, 4, 2, 64, 251
 ROWS = {"attn_q": HEADS * HEAD, "attn_k": KV_HEADS * HEAD, "attn_v": KV_HEADS * HEAD} | dict.fromkeys(
     ("ffn_gate", "ffn_up"), INTERMEDIATE
 )
@@ -41,11 +41,13 @@ def write_model(path: Path, type: TensorType) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
 
-    def encoded(shape: tuple[int, int]) -> NDArray[np.uint8]:
-        values = (generator.standard_normal(shape) / np.sqrt(shape[1])).astype(np.float32)
-        return quantize(values, type).reshape(shape[0], -1)
+    # Encoding takes longest, so both layers have the same matrices, of the same rows in other orders.
+    values = (generator.standard_normal((HIDDEN, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32)
+    rows = quantize(values, type).reshape(HIDDEN, -1)
 
-    # Encoding takes longest, so both layers have the same matrices.
+    def encoded(shape: tuple[int, int]) -> NDArray[np.uint8]:
+        return rows[generator.permutation(HIDDEN)[: shape[0]]]
+
     matrices = {name: encoded(shape) for name, shape in MATRICES.items()}
     raw_type = gguf.GGMLQuantizationType[type.name]
     writer.add_tensor("token_embd.weight", encoded((VOCAB, HIDDEN)), raw_dtype=raw_type)
