@@ -69,10 +69,11 @@ _EACH_BODY = (
 _PAIRS = (*_EACH_BODY, Layout.Q5_0, Layout.INT8_32)
 _COMMON = (Layout.Q4_0, Layout.Q4_K, Layout.IQ4_XS)
 """Those of `bench_assembly.COMMON` that these lack."""
-_SPELLED = (Layout.F16, Layout.Q8_0, Layout.Q6_K, Layout.IQ3_S)
+_SPELLED = (Layout.F16, Layout.Q8_0, Layout.IQ3_S)
 _SOME_LAYOUTS = {
     "avx512vbmi": _GRIDS,
-    "avxvnni": _PAIRS,
+    "avxvnni": _SPELLED,
+    "avxvnni of avx512": _PAIRS,
     "generic": _PAIRS,
     "neon": (*_PAIRS, *_COMMON),
     "i8mm": (*_PAIRS, *_COMMON),
@@ -83,9 +84,13 @@ _SOME_LAYOUTS = {
 }
 """One layout of each function there is, where another target has all: what a layout has of its own is the same on each.
 
-Targets that differ from another one in the spelling have fewer. "pairs" and "shared bytes" lack the instructions of
-their paths, and compute the same from tiles that these take.
+Those of `_SPELLINGS` differ from another target in the spelling alone, and have fewer. "pairs" and "shared bytes" lack
+the instructions of their paths, and compute the same from tiles that these take.
 """
+
+_SPELLINGS = ("avxvnni", "windows on arm", "apple")
+_LONG = ("key codes 1", "value codes 1", "head codes 1", "head codes 2")
+"""Pieces that take longest, and differ from the one before in the width of a code."""
 
 MATRICES = {
     f"matrices of {layout.name}": (matmul.matrix_product, [_literal(int(layout)), *[_ADDRESS] * 7])
@@ -121,7 +126,8 @@ def pieces_of(target_name: str) -> list[str]:
     if TARGETS[target_name][0] is ISA.NEON_I8MM or target_name == "shared bytes":
         # Only products are other than those of another target.
         return [name for name in PIECES if name in {*layouts, "quantize"}]
-    return [name for name in PIECES if name in layouts or name not in {*Layout.__members__, *MATRICES}]
+    left_out = {*Layout.__members__, *MATRICES, *(_LONG if target_name in _SPELLINGS else ())}
+    return [name for name in PIECES if name in layouts or name not in left_out]
 
 
 def runs_here(target_name: str) -> bool:
@@ -146,7 +152,8 @@ def _piece(target_name: str, name: str) -> tuple[Any, list[Any], int]:
         return *PIECES[name], 0
     num_rows = 4 if target_name == LONG_TILE and Layout[name] in CUDA_LAYOUTS else 1
     if _is_optimised(target_name, name):
-        num_rows = 4 if name in COMMON else 2
+        # Registers are looked at of instructions of their own only.
+        num_rows = 4 if name in (COMMON[:2] if target_name == "pairs" else COMMON) else 2
     return *tile(Layout[name], num_rows), num_rows
 
 

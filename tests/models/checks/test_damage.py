@@ -97,7 +97,7 @@ SAME_TYPES = ("demo-Q3_K_S", "demo-Q3_K_L", "demo-Q4_K_S", "demo-Q5_K_S", "demo-
 OTHERS = [name for name in HEALTHY if name not in skeletons() and name not in SAME_TYPES]
 
 
-@pytest.mark.parametrize("names", [OTHERS, FIXTURES[::5]], ids=["types of files", "architectures"])
+@pytest.mark.parametrize("names", [OTHERS, FIXTURES[::12]], ids=["types of files", "architectures"])
 def test_whole_models_have_no_damage(names: list[str]) -> None:
     """Of the architectures some; `planted_faults --healthy` has them all."""
     for name in names:
