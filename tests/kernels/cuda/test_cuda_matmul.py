@@ -13,6 +13,7 @@ pytest.importorskip("numba_cuda", reason="CUDA kernels are written with numba-cu
 
 from localinfer.kernels.cuda.compiled import matmul
 from tests.kernels.cuda.emulation import EmulatedMemory, Emulator
+from tests.support.samples import one_of_each
 
 NO_WEIGHT = (*[0] * 10, 0.0)
 QUANTIZED = [layout for layout in CUDA_LAYOUTS if not is_float(layout)]
@@ -121,14 +122,17 @@ def test_columns_that_do_not_fill_a_unit_are_padded_with_zeros() -> None:
         array_row_bytes(Layout.Q4_0, 40)
 
 
-GATED = [(layout, 3, 0) if layout in QUANTIZED[::2] else (layout, 1, 1) for layout in CUDA_LAYOUTS]
+GATED = one_of_each(
+    [(layout, 3, 0) if layout in QUANTIZED[::2] else (layout, 1, 1) for layout in CUDA_LAYOUTS],
+    lambda case: (is_float(case[0]), SIZES[case[0]].unit, case[2]),
+)
 
 
 @pytest.mark.parametrize(
     ("layout", "rows", "split"), [*GATED, (Layout.Q8_0, 1, 1), (Layout.Q4_0, 2, 2), (Layout.Q4_K, 1, 4)]
 )
 def test_codes_of_a_gated_product_are_those_of_quantizing_it(layout: Layout, rows: int, split: int) -> None:
-    """By `matmul` with a row split among warps, or by `matmul_tiles` if split is 0; layouts take turns.
+    """By `matmul` with a row split among warps, or by `matmul_tiles` if split is 0, for some layouts of each size.
 
     What is done with a sum is the same for all of them.
     """
