@@ -124,6 +124,8 @@ EXPERT_MATMUL = Block(
 )
 """slot_stride: bytes from one slot of x to the next. groups: what GROUP_BY_EXPERT wrote. bias_stride: per expert."""
 PACK_TILES = Block("control target source tiles rows units file_bytes unit_bytes fields num_fields")
+READ_FILE = Block("control pread descriptor offset target bytes failed")
+"""pread: address of the C library's function. failed: address of an int64 that becomes 1 if bytes are missing."""
 TILE_FIELD = Block("width file_offset items tile_offset kind file_step tile_step")
 
 # Mixture of experts.

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from localinfer.kernels.cpu.worker_threads import (
 from localinfer.kernels.ops import NUM_AXES, Buffer, Rows
 from localinfer.kernels.program import Batch, MediaRows, OpCost, Segment, StateStep
 from localinfer.types import FloatArray
+
+if TYPE_CHECKING:
+    from localinfer.kernels.cpu.deferred_packing import DeferredPacking
 
 __all__ = ["POOL_KERNELS", "CpuProgram", "ThreadPool", "stretches"]
 
@@ -243,6 +246,8 @@ class CpuProgram:
         self._pool = tape.pool
         self.decode_threads = self._last_threads = tape.pool.num_threads
         self.is_measured = self.adapts = True
+        self.deferred: DeferredPacking | None = None
+        """What packs matrices of a program that has run no batch or one; then it has one kind of batch."""
         self._choices: dict[int, ThreadChoice] = {}
         self._choice: ThreadChoice | None = None
         self._work = 1
@@ -369,6 +374,8 @@ class CpuProgram:
             self._reserve_partials(chunks)
         if self.tape.attention_sums is not None:
             self.tape.attention_sums[: len(batch.segments)] = 0
+        if self.deferred is not None:
+            self._running = self.deferred.entries(self._entries[False, False])
 
     def run_stage(self, stage: int) -> None:
         """Compute one stage of the batch; see `program.StagedProgram`."""
@@ -418,10 +425,15 @@ class CpuProgram:
     def run_operations(self, first: int, count: int) -> None:
         """Run some ops again over the last batch; see `ops.MeasurableProgram`."""
         assert 0 <= first <= first + count <= self._num_ops, "ops outside the tape"
+        if self.deferred is not None:
+            self.deferred.finish(self._pool)
         self._pool.run(address(self._ops[first:]), count, self._header_address, self._last_threads)
 
     def close(self) -> None:
         """End the pool's threads, and give up the memory of this program, however long it is referred to."""
+        if self.deferred is not None:
+            self.deferred.close()
+            self.deferred = None
         self._pool.close()
         self._forget()
         if os.getpid() != self._pool.process:
@@ -431,6 +443,9 @@ class CpuProgram:
         self._partials = aligned_zeros(0)
 
     def _result(self, batch: Batch) -> FloatArray:
+        if self.deferred is not None:
+            self.deferred.check()
+            self.deferred = None if self.deferred.is_done else self.deferred
         sums = self.tape.attention_sums
         if sums is not None:
             for index, segment in enumerate(batch.segments):

@@ -40,7 +40,8 @@ from localinfer.kernels.layouts import (
 _STEP_BYTES = 8 << 20
 """Bytes of the file that are packed at a time, so that little of it is in memory."""
 
-_PACK = Kernel("packing.pack_tiles")
+PACK = Kernel("packing.pack_tiles")
+READ = Kernel("packing.read_file")
 
 _COPY, _BIAS, _FIFTH_BITS, _SIX_BIT_SCALES, _EVERY_OTHER = 0, 1, 2, 3, 4
 _WORDS, _LOW_BYTES = 5, 6
@@ -144,6 +145,17 @@ def _field_table(layout: Layout, in_pairs: bool, in_shared_bytes: bool) -> NDArr
     return placed(np.array(fields_of(layout, in_pairs, in_shared_bytes), np.int64))
 
 
+def packing_words(
+    control: int, layout: Layout, source: int, target: int, tiles: int, rows: int, num_columns: int
+) -> NDArray[np.int64]:
+    """A PACK_TILES block: of so many tiles, for which `rows` rows are left; source, target: addresses."""
+    sizes, fields = SIZES[layout], _field_table(layout, isa.pairs_rows(), isa.shares_bytes())
+    return PACK_TILES.pack(
+        control=control, target=target, source=source, tiles=tiles, rows=rows, units=num_columns // sizes.unit,
+        file_bytes=sizes.file_bytes, unit_bytes=sizes.unit_bytes, fields=address(fields), num_fields=len(fields),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RowTable:
     """Rows of a GGUF tensor; data: uint8, row after row.
@@ -198,13 +210,11 @@ def pack(
     the caller can release it. Raises: ShapeError if the bytes do not match the shape.
     """
     data = placed(data)
-    sizes = SIZES[layout]
     bytes_per_tile = tile_bytes(layout, num_columns)
     row_bytes = check_bytes(layout, data, num_experts, num_rows, num_columns)
     matrix_bytes = num_rows * row_bytes
     tiles = num_tiles(num_rows)
     packed = (arena or Arena(0)).take(num_experts * tiles * bytes_per_tile)
-    fields = _field_table(layout, isa.pairs_rows(), isa.shares_bytes())
     tiles_per_step = max(1, _STEP_BYTES // bytes_per_tile)
     pending: list[NDArray[np.int64]] = []
     first_byte = 0
@@ -213,15 +223,11 @@ def pack(
             count, row = min(tiles_per_step, tiles - tile), tile * TILE_ROWS
             target = address(packed) + (expert * tiles + tile) * bytes_per_tile
             source = data.ctypes.data + expert * matrix_bytes + row * row_bytes
-            words = PACK_TILES.pack(
-                control=pool.control_address, target=target, source=source, tiles=count, rows=num_rows - row,
-                units=num_columns // sizes.unit, file_bytes=sizes.file_bytes, unit_bytes=sizes.unit_bytes,
-                fields=address(fields), num_fields=len(fields),
-            )  # fmt: skip
+            words = packing_words(pool.control_address, layout, source, target, count, num_rows - row, num_columns)
             pending.append(words)
             end = expert * matrix_bytes + min(num_rows, row + count * TILE_ROWS) * row_bytes
             if end - first_byte >= _STEP_BYTES or end == data.size:
-                ops = np.array([[_PACK.address, address(one)] for one in pending], np.int64)
+                ops = np.array([[PACK.address, address(one)] for one in pending], np.int64)
                 pool.run(address(ops), len(pending), 0)
                 if done is not None:
                     done(first_byte, end)
@@ -231,7 +237,7 @@ def pack(
 
 
 _FOLD = Function("packing.fold", "q", "qqq")
-KERNELS = (_PACK, _FOLD)
+KERNELS = (PACK, READ, _FOLD)
 """Kernels of packing and checksums, to be compiled when a model is loaded."""
 
 _FIRST_LANES: NDArray[np.uint64] = np.arange(1, CHECKSUM_LANES + 1, dtype=np.uint64) * np.uint64(CHECKSUM_MULTIPLIER)

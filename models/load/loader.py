@@ -51,7 +51,7 @@ from localinfer.models.load.programs import (
     write_on_cpu,
 )
 from localinfer.models.load.threads import available_threads, checked_threads
-from localinfer.models.load.weights import CpuWeights
+from localinfer.models.load.weights import CpuWeights, defers_packing
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
 from localinfer.quant.checkpoint.model_file import ModelFile
@@ -259,6 +259,9 @@ class BuildOptions:
     """Measure how many threads decode fastest, whatever earlier loads have found."""
     may_measure: bool = True
     """Measure it where earlier loads have not."""
+    defers_packing: bool | None = None
+    """Compute the first batch before matrices are packed, where that is possible; None for what the function of that
+    name finds best."""
     verify: bool = True
     """Check the file (`models.verification`): what is likely wrong is logged, what cannot work is refused."""
 
@@ -280,6 +283,7 @@ def load_model(
     priority: Priority = "normal",
     measure_again: bool = False,
     may_measure: bool = True,
+    defers_packing: bool | None = None,
     verify: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Model:
@@ -294,6 +298,7 @@ def load_model(
         priority=priority,
         measure_again=measure_again,
         may_measure=may_measure,
+        defers_packing=defers_packing,
         verify=verify,
     )
     with opened_model(
@@ -472,7 +477,10 @@ def build_on_cpu(opened: OpenModel, options: BuildOptions) -> Model:
     compile_ahead(needed, progress)
     with _made_threads(options) as pool:
         parts = _parts(opened, options, config, pool)
-        weights = CpuWeights(file, pool, progress)
+        is_plain = not (config.is_encoder or config.takes_media or config.num_draft_layers or drafter or options.beside)
+        defers = options.defers_packing
+        defers = defers_packing(file) if defers is None else defers
+        weights = CpuWeights(file, pool, progress, defers=is_plain and defers)
         rows = batch_rows_of(config) if options.batch_rows is None else options.batch_rows
         held = parts.summed_tokens(rows, kv_layout.page_tokens)
         program = write_on_cpu(parts, weights, kv_layout, held, shows_states=drafter is not None, batch_rows=rows)

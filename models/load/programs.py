@@ -99,6 +99,7 @@ def write_on_cpu(
         max_summed_tokens=max_summed_tokens,
         progress=parts.progress,
     )
+    weights.pack_behind(program, parts.pool)
     if parts.chooses_threads and not parts.config.is_encoder:
         choose_decode_threads(
             program,

@@ -25,7 +25,8 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels import ops
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.cpu.memory import Arena
-from localinfer.kernels.cpu.program import ThreadPool
+from localinfer.kernels.cpu.deferred_packing import DeferredPacking, UnpackedMatrix, can_defer, reserved
+from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable, pack
 from localinfer.kernels.layouts import (
     CUDA_LAYOUTS,
@@ -44,6 +45,7 @@ from localinfer.quant.formats.dequantize import dequantize
 from localinfer.quant.formats.types import TensorType, row_bytes
 from localinfer.quant.gguf.mapped_file import FileStretch
 from localinfer.quant.pipeline.conversion import conversion_note, convert, layout_of, runs_directly
+from localinfer.system.machine_limits import memory_limits
 from localinfer.types import FloatArray, ProgressCallback
 
 if TYPE_CHECKING:
@@ -116,6 +118,22 @@ def _untouched(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
+DEFERRED_TYPES = (TensorType.F32, TensorType.F16, TensorType.BF16, TensorType.Q8_0)
+"""Types of matrices that are large for what is computed with them, and that kernels run directly."""
+_LEAST_DEFERRED = 128 << 20
+"""Bytes of a file's matrices of these types for which it is worth it."""
+
+
+def defers_packing(file: ModelFile) -> bool:
+    """True if the first token of a model is to come before its matrices are packed.
+
+    The file is read twice then, so it has to fit into memory beside the packed matrices.
+    """
+    num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values() if tensor.type in DEFERRED_TYPES)
+    is_possible = num_bytes >= _LEAST_DEFERRED and not guard.IS_ON and can_defer()
+    return is_possible and memory_limits().most_bytes >= file.num_bytes + num_bytes
+
+
 Found = TypeVar("Found")
 
 _LOADING = "loading weights"
@@ -143,9 +161,15 @@ class CpuWeights:
 
     _layouts: Collection[Layout] = GGUF_LAYOUTS
 
-    def __init__(self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None) -> None:
+    def __init__(
+        self, file: ModelFile, pool: ThreadPool, progress: ProgressCallback | None = None, *, defers: bool = False
+    ) -> None:
+        """defers: whole matrices of DEFERRED_TYPES get memory alone, until `pack_behind` is called."""
         self._file = file
         self._progress = progress
+        self._defers = defers
+        self._unpacked: list[UnpackedMatrix] = []
+        self._packs_behind: CpuProgram | None = None
         self._arena = Arena()
         self._pack: Callable[..., Any] = partial(pack, pool, arena=self._arena)
         self._done_bytes = 0
@@ -159,7 +183,19 @@ class CpuWeights:
         """Give up every weight; those that programs hold stay alive with them."""
         self._loaded.clear()
         self._converted_tables.clear()
+        self._unpacked.clear()
+        self._packs_behind = None
         self._arena.release()
+
+    def pack_behind(self, program: CpuProgram, pool: ThreadPool) -> None:
+        """Let a program pack the matrices that were deferred, after its first batch; from now on none is deferred."""
+        self._defers = False
+        if self._unpacked:
+            deferred = DeferredPacking(program, pool, self._unpacked)
+            self._unpacked = []
+            if not deferred.is_done:
+                program.deferred, self._packs_behind = deferred, program
+                deferred.start()
 
     @property
     def packed_bytes(self) -> int:
@@ -191,6 +227,9 @@ class CpuWeights:
 
     def linear(self, name: str, rows: slice | None = None) -> LinearWeight:
         """Pack a matrix [rows, columns], a stack of them, or some rows of either; a vector is a matrix of one row."""
+        if self._packs_behind is not None and self._packs_behind.deferred is not None:
+            # Another program would find memory that is not filled.
+            self._packs_behind.deferred.finish()
         part = None if rows is None else (rows.start, rows.stop, rows.step)
         return self._once(("linear", name, part), lambda: self._load_linear(name, rows))
 
@@ -207,6 +246,14 @@ class CpuWeights:
         if table is not None and rows is None:
             packed = self._pack(table.layout, table.data, experts, num_rows, num_columns, done=self._still_loading)
             return LinearWeight(name, num_rows, num_columns, packed, experts)
+        stretch = self._file.stretch(name) if self._defers and info.type in DEFERRED_TYPES else None
+        if stretch is not None and rows is None and experts == 1:
+            packed = reserved(layout_of(info.type), num_rows, num_columns, self._arena)
+            file = stretch.file
+            unpacked = UnpackedMatrix(name, packed, file.descriptor, stretch.start, file.check_unchanged)
+            self._unpacked.append(unpacked)
+            self._report(_LOADING, info.num_bytes)
+            return LinearWeight(name, num_rows, num_columns, packed)
         data = self._file.tensor_bytes(name)
         if rows is not None:
             matrix = data.reshape(experts, num_rows, -1)[:, rows]

@@ -72,6 +72,15 @@ class MappedFile(Closing):
         return self._map
 
     @property
+    def descriptor(self) -> int:
+        """The system's number of the open file, valid until `close`."""
+        return self._file.fileno()
+
+    def check_unchanged(self) -> None:
+        """Raise CorruptFileError if the file was changed since it was opened, ClosedError once it is closed."""
+        self.read_into([])
+
+    @property
     def has_changed(self) -> bool:
         """True if the file was written since it was opened, or another one has its name; False once it is closed."""
         with self._reading:

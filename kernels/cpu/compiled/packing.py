@@ -6,7 +6,19 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, LITERAL, VOID, Emitter, Value, emitted, vector
+from localinfer.kernels.cpu.compiled.emit import (
+    ADDRESS,
+    I8,
+    I16,
+    I32,
+    I64,
+    LITERAL,
+    VOID,
+    Emitter,
+    Value,
+    emitted,
+    vector,
+)
 from localinfer.kernels.cpu.compiled.memory import (
     int64_pointer,
     load_i64,
@@ -28,11 +40,12 @@ from localinfer.kernels.cpu.kernel_abi import (
     IN_SHARED_BYTES,
     SIX_BITS,
 )
-from localinfer.kernels.cpu.parameters import PACK_TILES, TILE_FIELD
+from localinfer.kernels.cpu.parameters import PACK_TILES, READ_FILE, TILE_FIELD
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.numba import compose, entry, inline, op, outline
 
 _BYTES_AT_ONCE = 4096
+_READ_BYTES = 64 << 10
 _FIELD_BYTES = TILE_FIELD.num_bytes
 
 
@@ -396,6 +409,30 @@ def pack_tiles(parameters: int, batch: int, thread: int, num_threads: int) -> No
                         else:
                             _clear_row(lane_target, width, items, kind, field.tile_step)
             _arrange(field.kind, base, p.units, p.unit_bytes, items, field.tile_step)
+
+
+@emitted(types.int64, ADDRESS, *[types.int64] * 4)
+def _pread(emit: Emitter, function: Value, descriptor: Value, target: Value, count: Value, offset: Value) -> Value:
+    kind = ir.FunctionType(I64, [I64] * 4)
+    arguments = [descriptor, target, count, offset]
+    return emit.builder.call(emit.builder.inttoptr(function, kind.as_pointer()), arguments)
+
+
+@op
+def read_file(parameters: int, batch: int, thread: int, num_threads: int) -> None:
+    """Copy bytes of a file, which may be shorter by now: then `failed` is set, and the rest is left as it is."""
+    p = READ_FILE.load(parameters)
+    while True:
+        at = _READ_BYTES * take_units(p.control, 1)
+        if at >= p.bytes:
+            return
+        end = min(at + _READ_BYTES, p.bytes)
+        while at < end:
+            count = _pread(p.pread, p.descriptor, p.target + at, end - at, p.offset + at)
+            if count <= 0:
+                store_i64(p.failed, 1)
+                return
+            at += count
 
 
 _MULTIPLIER = np.uint64(CHECKSUM_MULTIPLIER)
