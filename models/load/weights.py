@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.kernels import ops
 from localinfer.kernels.cpu import guard
-from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.deferred_packing import DeferredPacking, UnpackedMatrix, can_defer, reserved
+from localinfer.kernels.cpu.memory import Arena
 from localinfer.kernels.cpu.program import CpuProgram, ThreadPool
 from localinfer.kernels.cpu.weights import PackedWeight, RowTable, pack
 from localinfer.kernels.layouts import (

@@ -1,4 +1,4 @@
-"""A first batch before matrices are packed: the same bits as after, whatever comes between, and no crash by the file."""
+"""A first batch before matrices are packed: the same bits as after, whatever comes between, no crash by the file."""
 
 import os
 import shutil
