@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from localinfer.errors import CorruptFileError, LocalinferError
 from localinfer.kernels.cpu.crash_reports import REPORTS
 from localinfer.kernels.cpu.memory import Arena, address, aligned, zeros
-from localinfer.kernels.cpu.parameters import MATMUL, PROJECTION, READ_FILE
+from localinfer.kernels.cpu.parameters import MATMUL, PACK_TILES, PROJECTION, READ_FILE
 from localinfer.kernels.cpu.program import CpuProgram, Entries, ThreadPool, stretches
 from localinfer.kernels.cpu.weights import PACK, READ, PackedWeight, packing_words
 from localinfer.kernels.layouts import TILE_ROWS, Layout, num_tiles, stored_row_bytes, tile_bytes
@@ -39,6 +40,7 @@ _IDLE_SECONDS = 0.1
 """Rest after a load, and after a look at a program that runs."""
 
 _NUM_WORDS, _SIZE = len(MATMUL.fields), len(PROJECTION.fields)
+_READS, _PACKS = OpCost(READ.name), OpCost(PACK.name)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class UnpackedMatrix:
     def tiles_at_once(self) -> int:
         """Tiles of a piece."""
         return max(1, PIECE_BYTES // (TILE_ROWS * self.row_bytes))
+
+    @property
+    def first_tiles(self) -> NDArray[np.int64]:
+        """The first tile of each piece."""
+        return np.arange(0, num_tiles(self.packed.num_rows), self.tiles_at_once)
 
 
 def can_defer() -> bool:
@@ -92,25 +99,28 @@ class _Pieces:
         self.failed = zeros(1, np.int64)
         self.kept: list[NDArray[np.int64]] = []
 
-    def op(self, kernel: int, words: NDArray[np.int64]) -> tuple[int, int]:
-        """An entry of a tape."""
+    def entries(self, kernel: int, words: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Entries of a tape, int64[pieces, 2]: a kernel with each of int64[pieces, words]."""
         self.kept.append(words)
-        return kernel, address(words)
+        found = np.empty((len(words), 2), np.int64)
+        found[:, 0], found[:, 1] = kernel, address(words) + words.strides[0] * np.arange(len(words))
+        return found
 
-    def filling(self, matrix: UnpackedMatrix, tile: int, target: int) -> list[tuple[int, int]]:
-        """Two ops that fill the tiles of a piece from `tile` on."""
-        packed, row = matrix.packed, tile * TILE_ROWS
-        rows = packed.num_rows - row
-        tiles = min(matrix.tiles_at_once, num_tiles(rows))
+    def filling(self, matrix: UnpackedMatrix, tiles: NDArray[np.int64], targets: NDArray[np.int64]) -> Any:
+        """Entries int64[pieces, 2, 2] that fill the tiles of pieces from `tiles` on, and write them to `targets`."""
+        packed, staging = matrix.packed, address(self._staging)
+        rows = packed.num_rows - TILE_ROWS * tiles
+        counts = np.minimum(matrix.tiles_at_once, -(-rows // TILE_ROWS))
         read = READ_FILE.pack(
-            control=self._control, pread=_pread_address(), descriptor=matrix.descriptor,
-            offset=matrix.offset + row * matrix.row_bytes, target=address(self._staging),
-            bytes=min(rows, tiles * TILE_ROWS) * matrix.row_bytes, failed=address(self.failed),
+            control=self._control, pread=_pread_address(), descriptor=matrix.descriptor, offset=0, target=staging,
+            bytes=0, failed=address(self.failed),
         )  # fmt: skip
-        pack = packing_words(
-            self._control, packed.layout, address(self._staging), target, tiles, rows, packed.num_columns
-        )
-        return [self.op(READ.address, read), self.op(PACK.address, pack)]
+        pack = packing_words(self._control, packed.layout, staging, 0, 0, 0, packed.num_columns)
+        reads, packs = np.tile(read, (len(tiles), 1)), np.tile(pack, (len(tiles), 1))
+        offsets = matrix.offset + TILE_ROWS * matrix.row_bytes * tiles
+        READ_FILE.write(reads.T, offset=offsets, bytes=np.minimum(rows, TILE_ROWS * counts) * matrix.row_bytes)
+        PACK_TILES.write(packs.T, target=targets, tiles=counts, rows=rows)
+        return np.stack([self.entries(READ.address, reads), self.entries(PACK.address, packs)], axis=1)
 
 
 class DeferredPacking:
@@ -123,10 +133,10 @@ class DeferredPacking:
         self._lock = threading.Lock()
         self._is_running = self._has_run = False
         self._num_filled = 0
-        self._targets = [
-            (matrix, tile, address(matrix.packed.data) + tile * matrix.packed.tile_bytes)
+        self._steps = [
+            (matrix, matrix.first_tiles[first : first + _STEP_PIECES])
             for matrix in matrices
-            for tile in range(0, num_tiles(matrix.packed.num_rows), matrix.tiles_at_once)
+            for first in range(0, len(matrix.first_tiles), _STEP_PIECES)
         ]
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -137,7 +147,7 @@ class DeferredPacking:
     @property
     def is_done(self) -> bool:
         """Every matrix is packed."""
-        return self._num_filled == len(self._targets)
+        return self._num_filled == len(self._steps)
 
     def start(self) -> None:
         """Pack from now on while no batch runs."""
@@ -149,7 +159,7 @@ class DeferredPacking:
         with self._lock:
             # From now on the thread does nothing.
             self._is_running = True
-        if self._first is not None and not self._has_run and 2 * self._num_filled < len(self._targets):
+        if self._first is not None and not self._has_run and 2 * self._num_filled < len(self._steps):
             self._has_run = True
             self._pieces.failed[0] = 0
             return self._first
@@ -197,15 +207,16 @@ class DeferredPacking:
 
     def _step(self, pool: ThreadPool, pieces: _Pieces) -> None:
         """Pack the next pieces; the caller has the lock."""
-        targets = self._targets[self._num_filled : self._num_filled + _STEP_PIECES]
-        if not targets:
+        if self.is_done:
             return
+        matrix, tiles = self._steps[self._num_filled]
         pieces.kept.clear()
-        ops = np.array([op for target in targets for op in pieces.filling(*target)], np.int64)
         pieces.failed[0] = 0
+        targets = address(matrix.packed.data) + matrix.packed.tile_bytes * tiles
+        ops = pieces.filling(matrix, tiles, targets).reshape(-1, 2)
         pool.run(address(ops), len(ops), 0)
         self._check(pieces)
-        self._num_filled += len(targets)
+        self._num_filled += 1
 
     def _check(self, pieces: _Pieces) -> None:
         for check in {matrix.descriptor: matrix.check for matrix in self._matrices}.values():
@@ -222,56 +233,56 @@ class DeferredPacking:
         """
         tape, by_address = program.tape, {address(one.packed.data): one for one in self._matrices}
         found: set[int] = set()
-        ops: list[tuple[int, int]] = []
+        ops: list[NDArray[np.int64]] = []
         costs: list[OpCost] = []
         descriptions: list[str] = []
+        rows = PROJECTION.fields.index("rows")
         for kernel, words, cost, about in zip(
             tape.kernels, tape.parameters, tape.operations, tape.descriptions, strict=True
         ):
-            projections = range(_NUM_WORDS, len(words), _SIZE) if kernel.name.startswith("matmul.matmul_") else ()
-            if not any(int(words[place]) in by_address for place in projections):
-                ops.append((kernel.address, address(words)))
+            is_product = kernel.name.startswith("matmul.matmul_")
+            blocks = words[_NUM_WORDS:].reshape(-1, _SIZE) if is_product else words[:0]
+            if not any(int(block[0]) in by_address for block in blocks):
+                ops.append(self._pieces.entries(kernel.address, words[None]))
                 costs.append(cost)
                 descriptions.append(about)
                 continue
             head = words[:_NUM_WORDS].copy()
             MATMUL.write(head, projections=1)
-            for place in projections:
-                block = words[place : place + _SIZE]
+            for block in blocks:
                 matrix = by_address.get(int(block[0]))
-                pieces = [[self._pieces.op(kernel.address, np.concatenate([head, block]))]]
-                if matrix is not None:
+                share = int(block[rows]) * int(head[2])
+                if matrix is None:
+                    ops.append(self._pieces.entries(kernel.address, np.concatenate([head, block])[None]))
+                    costs.append(replace(cost, multiply_adds=share))
+                else:
                     found.add(int(block[0]))
-                    pieces = [self._product(kernel.address, matrix, head, block, tile) for tile in self._tiles(matrix)]
-                rows = PROJECTION.fields.index("rows")
-                share = replace(cost, multiply_adds=int(block[rows]) * int(head[2]) // len(pieces))
-                for piece in pieces:
-                    ops.extend(piece)
-                    costs.extend([OpCost("packing.read_file"), OpCost("packing.pack_tiles"), share][-len(piece) :])
-                    descriptions.extend([f"a piece of {about}"] * len(piece))
+                    ops.append(self._product(kernel.address, matrix, head, block))
+                    count = len(matrix.first_tiles)
+                    costs.extend([_READS, _PACKS, replace(cost, multiply_adds=share // count)] * count)
+                descriptions.extend([f"a part of {about}"] * len(ops[-1]))
         has_others = len(program.tape.stage_starts) > 1 or bool(tape.ranged_kernels or tape.typed_kernels)
         if has_others or found != set(by_address):
             self.finish(self._pool)
             return None
-        taken = np.array(ops, np.int64)
+        taken = np.concatenate(ops)
         REPORTS.add_tape(taken, descriptions)
         weakref.finalize(self, REPORTS.remove_tape, address(taken))
         return Entries(taken, address(taken), len(taken), stretches(costs))
 
-    @staticmethod
-    def _tiles(matrix: UnpackedMatrix) -> range:
-        return range(0, num_tiles(matrix.packed.num_rows), matrix.tiles_at_once)
-
     def _product(
-        self, kernel: int, matrix: UnpackedMatrix, head: NDArray[np.int64], block: NDArray[np.int64], tile: int
-    ) -> list[tuple[int, int]]:
-        """Ops that fill the buffer with tiles from `tile` on, and multiply by these."""
-        own = dict(zip(PROJECTION.fields, map(int, block), strict=True))
-        columns, part = 4 * TILE_ROWS * tile, block.copy()
+        self, kernel: int, matrix: UnpackedMatrix, head: NDArray[np.int64], block: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Entries that fill the buffer with the tiles of a piece and multiply by these, piece after piece."""
+        own, tiles = dict(zip(PROJECTION.fields, map(int, block), strict=True)), matrix.first_tiles
+        counts = np.minimum(matrix.tiles_at_once, own["tiles"] - tiles)
+        columns = 4 * TILE_ROWS * tiles
+        words = np.tile(np.concatenate([head, block]), (len(tiles), 1))
         PROJECTION.write(
-            part, weights=address(self._buffer), tiles=min(matrix.tiles_at_once, own["tiles"] - tile),
-            rows=min(own["rows"], TILE_ROWS * (tile + matrix.tiles_at_once)) - TILE_ROWS * tile, out=own["out"] + columns, residual=own["residual"] + columns,
-            bias=own["bias"] + tile * own["bias_stride"],
+            words[:, _NUM_WORDS:].T, weights=address(self._buffer), tiles=counts,
+            rows=np.minimum(own["rows"] - TILE_ROWS * tiles, TILE_ROWS * counts), out=own["out"] + columns,
+            residual=own["residual"] + columns, bias=own["bias"] + own["bias_stride"] * tiles,
         )  # fmt: skip
-        product = self._pieces.op(kernel, np.concatenate([head, part]))
-        return [*self._pieces.filling(matrix, tile, address(self._buffer)), product]
+        filling = self._pieces.filling(matrix, tiles, np.full(len(tiles), address(self._buffer)))
+        products = self._pieces.entries(kernel, words)[:, None]
+        return np.concatenate([filling, products], axis=1).reshape(-1, 2)

@@ -41,8 +41,8 @@ class Block:
         words = [_bits(values[name]) if name in self.floats else values[name] for name in self.fields]
         return np.array(words, np.int64)
 
-    def write(self, words: Words, **values: int) -> None:
-        """Change words of a block by name, none of them a float."""
+    def write(self, words: Words, **values: int | Words) -> None:
+        """Change words of a block by name, none of them a float; of int64[words, blocks] a word of each."""
         for name, value in values.items():
             words[self.fields.index(name)] = value
 

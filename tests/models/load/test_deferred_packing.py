@@ -205,8 +205,8 @@ def test_an_error_of_the_disk_is_reported(paths: dict[TensorType, Path], monkeyp
     run = Run(paths[TensorType.F16])
     place = deferred_packing.READ_FILE.fields.index("descriptor")
     for words in run.deferred._pieces.kept:
-        if len(words) == len(deferred_packing.READ_FILE.fields):
-            words[place] = -1
+        if words.shape[1] == len(deferred_packing.READ_FILE.fields):
+            words[:, place] = -1
     with pytest.raises(CorruptFileError, match="load the model again"):
         run.logits(PARTS[:1])
     run.model.close()
