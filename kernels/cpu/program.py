@@ -247,7 +247,7 @@ class CpuProgram:
         self.decode_threads = self._last_threads = tape.pool.num_threads
         self.is_measured = self.adapts = True
         self.deferred: DeferredPacking | None = None
-        """What packs matrices of a program that has run no batch or one; then it has one kind of batch."""
+        """Packs matrices of a program that has run no batch or one, and has one kind of batch; else None."""
         self._choices: dict[int, ThreadChoice] = {}
         self._choice: ThreadChoice | None = None
         self._work = 1
