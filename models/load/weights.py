@@ -4,8 +4,8 @@ A memory map would be simpler, but truncating the file while a kernel reads the 
 writing to the file changes the model. Rows are copied, so neither can happen.
 
 `quant/pipeline/conversion.py` maps tensor types to layouts. After packing, the file's pages are released, so loading
-needs little more memory than the packed weights. Float and Q8_0 matrices of large files are packed behind the first batch
-(`kernels/cpu/deferred_packing.py`).
+needs little more memory than the packed weights. Float and Q8_0 matrices of large files are packed behind the first
+batch (`kernels/cpu/deferred_packing.py`).
 """
 
 import contextlib
