@@ -28,7 +28,6 @@ from typing import Any
 
 WORKLOADS = ("decode", "prefill", "streams")
 _PROMPT_TOKENS = {"decode": 16, "prefill": 192, "streams": 16}
-_STREAMS = 8
 _LOOP = (
     "import os; os.nice({nice}); parent = os.getppid()\nwhile os.getppid() == parent:\n for _ in range(100000): pass"
 )
@@ -110,10 +109,12 @@ class Engine:
 class Ours:
     """This package's LLM; threads: 0 as it chooses."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, streams: int) -> None:
         import numpy as np
 
         import localinfer
+
+        self._streams = streams
 
         self._llm = localinfer.load(model, threads=threads or None, device="cpu", speculation=None, context_length=2048)
         if threads:
@@ -141,7 +142,7 @@ class Ours:
 
     def streams(self, seconds: float) -> float:
         """All of some streams together, from the moment that each has its first token."""
-        return self._decode(_STREAMS, seconds, "streams")
+        return self._decode(self._streams, seconds, "streams")
 
     def _decode(self, count: int, seconds: float, workload: str) -> float:
         self._llm.clear_cache()
@@ -181,13 +182,15 @@ class Ours:
 class XLlamaCpp:
     """llama.cpp by xllamacpp."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, streams: int) -> None:
         import xllamacpp  # type: ignore[import-not-found]
+
+        self._streams = streams
 
         parameters = xllamacpp.CommonParams()
         parameters.model.path = model
         parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
-        parameters.n_ctx, parameters.n_parallel = 2048, _STREAMS
+        parameters.n_ctx, parameters.n_parallel = max(2048, 256 * streams), streams
         self._server = xllamacpp.Server(parameters)
         self._asked = 0
         self._rates: dict[str, float] = {}
@@ -211,13 +214,15 @@ class XLlamaCpp:
         """Texts together; their prompts are counted out."""
         found: list[dict[str, float]] = []
         tokens = self._tokens("streams", seconds)
-        threads = [threading.Thread(target=lambda: found.append(self._ask("streams", tokens))) for _ in range(_STREAMS)]
+        threads = [
+            threading.Thread(target=lambda: found.append(self._ask("streams", tokens))) for _ in range(self._streams)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self._rates["streams"] = sum(one["predicted_per_second"] for one in found) / _STREAMS
-        return _STREAMS * self._rates["streams"]
+        self._rates["streams"] = sum(one["predicted_per_second"] for one in found) / self._streams
+        return self._streams * self._rates["streams"]
 
     def _ask(self, workload: str, tokens: int) -> dict[str, float]:
         self._asked += 1
@@ -229,34 +234,77 @@ class XLlamaCpp:
 
 
 class LlamaCppPython:
-    """llama.cpp by llama-cpp-python, which decodes one text at a time."""
+    """llama.cpp by llama-cpp-python's functions: a batch has a token of each sequence, and the likeliest comes next."""
 
-    def __init__(self, model: str, threads: int) -> None:
-        from llama_cpp import Llama
+    def __init__(self, model: str, threads: int, streams: int) -> None:
+        import llama_cpp  # type: ignore[import-untyped]
 
-        options = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
-        self._llama = Llama(model, n_ctx=2048, **options)
+        self._library, self._streams = llama_cpp, streams
+        llama_cpp.llama_backend_init()
+        silent = llama_cpp.llama_log_callback(lambda *_: None)
+        self._kept = silent
+        llama_cpp.llama_log_set(silent, None)
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = max(2048, 256 * streams), streams
+        # Sequences share the cache, as they do here.
+        parameters.kv_unified = True
+        parameters.n_threads = parameters.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
+        self._size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(max(streams, *_PROMPT_TOKENS.values()), 0, 1)
+        self._asked = 0
 
     def prefill(self, seconds: float) -> float:
-        """One prompt."""
-        count = _PROMPT_TOKENS["prefill"]
-        self._llama.reset()
-        began = time.perf_counter()
-        self._llama.eval([300 + 31 * index for index in range(count)])
+        """Prompts, each to its first token."""
+        count, began = 0, time.perf_counter()
+        while not count or time.perf_counter() - began < seconds:
+            self._clear()
+            self._read("prefill", 0)
+            count += _PROMPT_TOKENS["prefill"]
         return count / (time.perf_counter() - began)
 
     def decode(self, seconds: float) -> float:
-        """One text."""
-        self._llama.reset()
-        self._llama.eval(list(range(300, 300 + _PROMPT_TOKENS["decode"])))
-        began = time.perf_counter()
-        count = 0
-        while not count or time.perf_counter() - began < seconds:
-            self._llama.eval([400 + count])
-            count += 1
-        return count / (time.perf_counter() - began)
+        """One text, from its first token on."""
+        return self._decode(1, seconds, "decode")
 
-    streams = decode
+    def streams(self, seconds: float) -> float:
+        """Some texts together, from the moment that each has its first token."""
+        return self._decode(self._streams, seconds, "streams")
+
+    def _decode(self, count: int, seconds: float, workload: str) -> float:
+        self._clear()
+        tokens = [self._read(workload, sequence) for sequence in range(count)]
+        position, decoded, began = _PROMPT_TOKENS[workload], 0, time.perf_counter()
+        while decoded < count or time.perf_counter() - began < seconds:
+            tokens = self._run([(token, position, index) for index, token in enumerate(tokens)], range(count))
+            position += 1
+            decoded += count
+        return decoded / (time.perf_counter() - began)
+
+    def _clear(self) -> None:
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+
+    def _read(self, workload: str, sequence: int) -> int:
+        """Read a prompt that no other is like; its first token."""
+        self._asked += 1
+        count = _PROMPT_TOKENS[workload]
+        ids = [300 + (self._asked * 7919 + 31 * index) % (self._size - 400) for index in range(count)]
+        return self._run([(token, index, sequence) for index, token in enumerate(ids)], [count - 1])[0]
+
+    def _run(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> list[int]:
+        """Decode tokens at positions of sequences; the likeliest token after each row of `outputs`."""
+        import numpy as np
+
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for index, (token, position, sequence) in enumerate(rows):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
+            batch.seq_id[index][0], batch.logits[index] = sequence, index in outputs
+        assert self._library.llama_decode(self._context, batch) == 0
+        shape = (self._size,)
+        rows_of = [self._library.llama_get_logits_ith(self._context, index) for index in outputs]
+        return [int(np.argmax(np.ctypeslib.as_array(one, shape=shape))) for one in rows_of]
 
 
 class Share:
@@ -271,17 +319,17 @@ class Share:
     prefill = streams = decode
 
 
-def serve(kind: str, model: str, threads: int) -> None:
+def serve(kind: str, model: str, threads: int, streams: int) -> None:
     """Measure what standard input asks for, one line each."""
     if kind == _SHARE:
         engine: Any = Share()
     elif kind == "ours":
-        engine = Ours(model, threads)
+        engine = Ours(model, threads, streams)
     else:
         try:
-            engine = XLlamaCpp(model, threads)
+            engine = XLlamaCpp(model, threads, streams)
         except ImportError:
-            engine = LlamaCppPython(model, threads)
+            engine = LlamaCppPython(model, threads, streams)
     print("=ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -294,7 +342,8 @@ def serve(kind: str, model: str, threads: int) -> None:
 
 def engines_of(options: argparse.Namespace) -> list[Engine]:
     """The engines that take turns; names that end in a number have so many threads."""
-    own = [sys.executable, "-m", "tests.bench.bench_busy", options.model]
+    told = [options.model, "--streams", str(options.streams)]
+    own = [sys.executable, "-m", "tests.bench.bench_busy", *told]
     found = [
         Engine(f"ours {threads or 'chosen'}", [*own, "--serve", "ours", "--with-threads", str(threads)])
         for threads in (0, *options.threads)
@@ -302,10 +351,10 @@ def engines_of(options: argparse.Namespace) -> list[Engine]:
     # A file of its own, so that the package it imports is the one that it is pointed to.
     if options.other:
         path = {"PYTHONPATH": options.other}
-        words = [sys.executable, __file__, options.model, "--serve", "ours", "--with-threads"]
+        words = [sys.executable, __file__, *told, "--serve", "ours", "--with-threads"]
         found += [Engine(f"other {n or 'chosen'}", [*words, str(n)], path) for n in (0, *options.other_threads)]
     if options.peer_python:
-        words = [options.peer_python, __file__, options.model, "--serve", "peer", "--with-threads"]
+        words = [options.peer_python, __file__, *told, "--serve", "peer", "--with-threads"]
         found += [Engine(f"llama.cpp {n}", [*words, str(n)]) for n in options.peer_threads or options.threads]
     found.append(Engine(_SHARE, [*own, "--serve", _SHARE]))
     return found
@@ -346,6 +395,7 @@ def main() -> None:
     parser.add_argument("--nice", type=numbers, default=[0, 10])
     parser.add_argument("--threads", type=numbers, default=[1, 2], help="fixed numbers")
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
+    parser.add_argument("--streams", type=int, default=8, help="texts together, of the workload of that name")
     parser.add_argument("--rounds", type=int, default=5, help="windows of each engine; one more comes before")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
     parser.add_argument("--settle", type=float, default=4.0, help="seconds of the first window of what chooses itself")
@@ -358,7 +408,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         with contextlib.suppress(KeyboardInterrupt):
-            serve(options.serve, options.model, options.with_threads)
+            serve(options.serve, options.model, options.with_threads, options.streams)
         return
     with ExitStack() as stack:
         engines = [stack.enter_context(engine) for engine in engines_of(options)]
