@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from localinfer.engine.engine import Engine
 from localinfer.errors import CorruptFileError, RequestError, UnsupportedFormatError
 from localinfer.generation.decision_heads import head_info, head_tensor, positive
-from localinfer.generation.decision_readouts import Prompt, TrainedDecisionModel, pieces_of, replaced, sorted_keys
+from localinfer.generation.decision_readouts import Prompt, TrainedDecisionModel, rendered_pieces, sorted_keys
 from localinfer.generation.pooling import PooledText, TextPooler
 from localinfer.generation.questions import Decisions, Question, checked_question
 from localinfer.models.decoder.block_config import Pooling
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
 
 _MARK = "<<clef:"
-_SEPARATOR, _QUESTION, _OPTION = (f"{_MARK}{name}>>" for name in ("sep", "question", "option"))
+_QUESTION, _OPTION = (f"{_MARK}{name}>>" for name in ("question", "option"))
 """Given to the template: what it writes between pieces, and before those that are a question or an option."""
 _TYPES = ("noul", "choice", "score")
 """Types of questions in the order of their vectors."""
@@ -307,22 +307,13 @@ class JointDecisionModel(TrainedDecisionModel):
     def _lay_out(self, state: Any, asked: Sequence[Mapping[str, Any]]) -> JointPrompt:
         """The prompt of all questions. Raises: RequestError for an empty one; UnsupportedFormatError for a template
         that writes another form."""
-        values = replaced(sorted_keys({"state": state, "questions": asked}), _MARK, f"{_MARK[:-1]} ")
-        segments = self._template.render_segments(
-            [],
-            self._tokenizer.special_spellings,
-            add_generation_prompt=True,
-            **values,
-            images=[],
-            sep=_SEPARATOR,
-            mark_question=_QUESTION,
-            mark_option=_OPTION,
-        )
+        values = sorted_keys({"state": state, "questions": asked})
+        pieces = rendered_pieces(self._template, self._tokenizer, values, _MARK, ("question", "option"))
         ids: list[int] = []
         questions: list[Span] = []
         options: list[list[Span]] = []
         # Trained with each piece encoded by itself.
-        for mark, piece in pieces_of(segments, _SEPARATOR, (_QUESTION, _OPTION)):
+        for mark, piece in pieces:
             found = self._tokenizer.encode_segments(piece, max_tokens=self._engine.context_length)
             span = Span(len(ids), len(ids) + len(found))
             ids += found

@@ -116,9 +116,7 @@ FOLDERS = {name: Readout(codes=()) for name in ("transformers", "transformers-je
 """Those of transformers' folders, whose settings are their own."""
 
 _OMNI_MARK = "<<d1omni:"
-_OMNI_SEPARATOR, _OMNI_STATE, _OMNI_QUESTION, _OMNI_OPTION = (
-    f"{_OMNI_MARK}{name}>>" for name in ("sep", "state", "question", "option")
-)
+_OMNI_STATE, _OMNI_QUESTION, _OMNI_OPTION = (f"{_OMNI_MARK}{name}>>" for name in ("state", "question", "option"))
 """Given to the template: what it writes between pieces, and before those that have a length of their own."""
 _MOST_TOKENS = 16384
 _LEAST_BUDGET, _BUDGET_OF_OPTION, _SPARED = 96, 24, 32
@@ -411,19 +409,7 @@ class OmniDecisionModel(TrainedDecisionModel):
     ) -> list[int]:
         """See `TrainedDecisionModel`; the state gets the room that the question and the options leave."""
         asked = self._asked(name, question)
-        values = replaced(without_specials({"state": state, **asked}), _OMNI_MARK, f"{_OMNI_MARK[:-1]} ")
-        segments = self._template.render_segments(
-            [],
-            self._tokenizer.special_spellings,
-            add_generation_prompt=True,
-            **values,
-            images=[],
-            audio=False,
-            sep=_OMNI_SEPARATOR,
-            mark_state=_OMNI_STATE,
-            mark_question=_OMNI_QUESTION,
-            mark_option=_OMNI_OPTION,
-        )
+        values = without_specials({"state": state, **asked, "audio": False})
         count = len(asked["options"])
         budget = max(_LEAST_BUDGET, min(_BUDGET_OF_OPTION * count + _SPARED, _MOST_TOKENS // 2))
         most = {
@@ -432,7 +418,9 @@ class OmniDecisionModel(TrainedDecisionModel):
         }
         pieces = [
             (mark, self._tokenizer.encode_segments(piece)[: most.get(mark)])
-            for mark, piece in pieces_of(segments, _OMNI_SEPARATOR, (_OMNI_STATE, _OMNI_QUESTION, _OMNI_OPTION))
+            for mark, piece in rendered_pieces(
+                self._template, self._tokenizer, values, _OMNI_MARK, ("state", "question", "option")
+            )
         ]
         if [mark for mark, _ in pieces if mark] != [_OMNI_STATE, _OMNI_QUESTION, *[_OMNI_OPTION] * count]:
             raise UnsupportedFormatError(
@@ -493,6 +481,20 @@ def replaced(value: Any, text: str, by: str) -> Any:
     if isinstance(value, list | tuple):
         return [replaced(one, text, by) for one in value]
     return value
+
+
+def rendered_pieces(
+    template: "ChatTemplate", tokenizer: "Tokenizer", values: Mapping[str, Any], marker: str, names: Sequence[str]
+) -> Iterator[tuple[str, Segments]]:
+    """Render a template that is given its separator and marks, and cut it; see `pieces_of`.
+
+    values: what else it is given; what they spell of a mark is broken. marker: how marks begin. names: of the marks,
+    each the template's `mark_NAME`.
+    """
+    separator, marks = f"{marker}sep>>", {f"mark_{name}": f"{marker}{name}>>" for name in names}
+    given = {**replaced(values, marker, f"{marker[:-1]} "), "images": [], "sep": separator, **marks}
+    segments = template.render_segments([], tokenizer.special_spellings, add_generation_prompt=True, **given)
+    return pieces_of(segments, separator, tuple(marks.values()))
 
 
 def pieces_of(
