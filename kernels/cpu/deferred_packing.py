@@ -236,7 +236,7 @@ class DeferredPacking:
         ops: list[NDArray[np.int64]] = []
         costs: list[OpCost] = []
         descriptions: list[str] = []
-        rows = PROJECTION.fields.index("rows")
+        rows, columns = PROJECTION.fields.index("rows"), MATMUL.fields.index("columns")
         for kernel, words, cost, about in zip(
             tape.kernels, tape.parameters, tape.operations, tape.descriptions, strict=True
         ):
@@ -251,7 +251,7 @@ class DeferredPacking:
             MATMUL.write(head, projections=1)
             for block in blocks:
                 matrix = by_address.get(int(block[0]))
-                share = int(block[rows]) * int(head[2])
+                share = int(block[rows]) * int(head[columns])
                 if matrix is None:
                     ops.append(self._pieces.entries(kernel.address, np.concatenate([head, block])[None]))
                     costs.append(replace(cost, multiply_adds=share))
