@@ -116,7 +116,14 @@ class Ours:
 
         self._streams = streams
 
-        self._llm = localinfer.load(model, threads=threads or None, device="cpu", speculation=None, context_length=2048)
+        self._llm = localinfer.load(
+            model,
+            threads=threads or None,
+            device="cpu",
+            speculation=None,
+            context_length=2048,
+            limits=localinfer.EngineLimits(max_running=streams),
+        )
         if threads:
             # Such a number is a most otherwise.
             self._llm._model.program.adapts = False

@@ -186,6 +186,7 @@ class LLMPipeline:
         for index in range(config.max_new_tokens):
             time.sleep(0.03 if index == 0 else 0.01)
             streamer.write(7)
+        streamer.end()
 """
 
 

@@ -191,7 +191,8 @@ class OpenVinoEngine(GeneratingEngine):
             times.append(clock() - began)
             return library.StreamingStatus.RUNNING
 
-        streamer = type("Streamer", (library.StreamerBase,), {"write": lambda _, token: note(token), "end": id})()
+        methods = {"write": lambda _, token: note(token), "end": lambda _: None}
+        streamer = type("Streamer", (library.StreamerBase,), methods)()
         began = clock()
         self._pipeline.generate(library.TokenizedInputs(*tensors), config, streamer)
         return times
