@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy  # noqa: F401 - loads the BLAS that is limited below
 import pytest
@@ -149,6 +150,46 @@ def other_threads_need_not_be_waited_for() -> Iterator[None]:
     """Long work lets others have the interpreter without a pause, which takes milliseconds where all cores are busy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("localinfer.system.pieces._PAUSE_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def threads_sleep_between_runs() -> Iterator[None]:
+    """Two processes share the cores: a thread that looks for another run for a millisecond takes it from the other.
+
+    Nor is it measured on such a machine for long how many threads are the fastest, by every load anew.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localinfer.kernels.cpu.worker_threads._IDLE_SPINS", {"normal": 100, "background": 100})
+        patch.setattr("localinfer.models.load.threads._PATIENCE_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def whole_files_are_checked_once() -> Iterator[None]:
+    """Many tests load the same file: where a load's checks have found nothing, they find nothing in it again.
+
+    Folders, files in parts and changed settings are checked by every load.
+    """
+    from localinfer.models.load import loader
+
+    sound: dict[tuple[object, ...], object] = {}
+    check = loader.check_loaded
+
+    def check_once(file: Any, config: Any, tokenizer: Any) -> tuple[Any, ...]:
+        if file.path.suffix != ".gguf" or "-of-" in file.path.name or getattr(file.metadata, "replaced_keys", ()):
+            return check(file, config, tokenizer)
+        status = file.path.stat()
+        key = (file.path, status.st_ino, status.st_mtime_ns, status.st_size, tokenizer is None)
+        if sound.get(key) == config:
+            return ()
+        found = check(file, config, tokenizer)
+        if not found:
+            sound[key] = config
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "check_loaded", check_once)
         yield
 
 

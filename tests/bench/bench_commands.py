@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from localinfer.apps.bench import processes
+from localinfer.apps.bench import processes, roofline
 from localinfer.apps.cli import main
 from tests.support.warm_python import WarmPython
 
@@ -27,3 +27,15 @@ def run_bench(*words: str) -> tuple[str, str]:
         code = main(["bench", *words])
     assert code == 0, messages.getvalue()
     return printed.getvalue(), messages.getvalue()
+
+
+@contextmanager
+def short_rounds() -> Iterator[None]:
+    """The machine's rates from shorter rounds and fewer passes, which measure less exactly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline, "BUFFER_BYTES", 32 << 20)
+        patch.setattr(roofline, "_ROUND_SECONDS", 0.003)
+        patch.setattr(roofline, "_ATTEMPTS", 3)
+        patch.setattr(roofline, "_DECODE_RUNS", 3)
+        patch.setattr(roofline, "_PREFILL_RUNS", 2)
+        yield

@@ -3,15 +3,13 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from localinfer.apps.bench import measured_model, roofline, worker
+from localinfer.apps.bench import measured_model, worker
 from localinfer.apps.bench.figures import compare, find_walls
 from localinfer.apps.bench.processes import EngineOptions, EngineProcess
 from localinfer.apps.bench.report import render_bench
@@ -21,24 +19,12 @@ from localinfer.errors import BackendUnavailableError, ModelFileError
 from localinfer.kernels.ops import Rows
 from localinfer.kernels.program import OpCost
 from localinfer.loading.options import model_path
-from tests.bench.bench_commands import run_bench, warm_processes
+from tests.bench.bench_commands import run_bench, short_rounds, warm_processes
 
 HAS_PEER = importlib.util.find_spec("llama_cpp") is not None
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
 SMALL = ("--prompt", "24", "--decode", "6", "--context", "9", "--repetitions", "2", "--threads", "2")
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "time_to_first_token_seconds")
-
-
-@contextmanager
-def short_rounds() -> Iterator[None]:
-    """The machine's rates from shorter rounds and fewer passes, which measure less exactly."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roofline, "BUFFER_BYTES", 32 << 20)
-        patch.setattr(roofline, "_ROUND_SECONDS", 0.003)
-        patch.setattr(roofline, "_ATTEMPTS", 3)
-        patch.setattr(roofline, "_DECODE_RUNS", 3)
-        patch.setattr(roofline, "_PREFILL_RUNS", 2)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -333,16 +319,6 @@ def test_roofline_times_every_op(model: str, capsys: pytest.CaptureFixture[str])
     names = [entry["name"] for entry in decode["operations"]]
     assert any("ffn_down" in name for name in names)
     assert any(name.startswith("attention") for name in names)
-
-
-@pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")
-def test_roofline_draws_a_png(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "roof.png"
-    assert main(["bench", model, *SMALL, "--roofline", "--output", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    captured = capsys.readouterr()
-    assert "ceilings" in captured.out
-    assert captured.err == f"drawn: {path}\n"
 
 
 @pytest.mark.skipif(HAS_CHARTS, reason="matplotlib is installed")

@@ -1,4 +1,4 @@
-"""`localinfer bench --serve`: figures of constructed loads, replies that are not whole, and a short measurement."""
+"""`localinfer bench --serve`: figures of constructed loads, replies that are not whole, a short measurement, charts."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ from localinfer.apps.cli import main
 from localinfer.apps.server.operation.observation import GOOD_FIRST_TOKEN_SECONDS, GOOD_INTERVAL_SECONDS
 from localinfer.errors import BackendUnavailableError
 from localinfer.loading.options import model_path
-from tests.bench.bench_commands import run_bench, warm_processes
+from tests.bench.bench_commands import run_bench, short_rounds, warm_processes
 
 HAS_CHARTS = importlib.util.find_spec("matplotlib") is not None
 OBJECTIVE = Objective(first_token_seconds=1.0, interval_seconds=0.1)
@@ -308,6 +308,17 @@ def test_chart_without_a_folder_for_it_is_refused(record, tmp_path):
 
     with pytest.raises(RequestError, match="there is no folder"):
         save_figure(serve_figure({**record, "knee": 2}), Path(tmp_path) / "missing" / "chart.png")
+
+
+@pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")
+def test_roofline_draws_a_png(tmp_path: Path) -> None:
+    """Here, as matplotlib takes two seconds to import."""
+    path = tmp_path / "roof.png"
+    words = ["--prompt", "24", "--decode", "6", "--context", "9", "--repetitions", "1", "--threads", "1"]
+    with short_rounds():
+        printed, messages = run_bench(str(model_path(None)), *words, "--roofline", "--output", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "ceilings" in printed and messages == f"drawn: {path}\n"
 
 
 @pytest.mark.skipif(not HAS_CHARTS, reason="matplotlib is not installed")

@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.documents import blocks
 from tests.support.limits import seconds, wait_until
+from tests.support.warm_python import WarmPython, run_copy
 
 
 def has_qt() -> bool:
@@ -248,8 +249,8 @@ def test_the_menu_bar_app_loads_on_demand_and_unloads_when_idle() -> None:
 
 @contextmanager
 def started(*words: str | Path, path: str | None = None, cwd: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [*words],
+    process = WarmPython(
+        [*map(str, words)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -305,11 +306,13 @@ def test_the_chat_on_an_event_loop_ends_by_an_interrupt_in_an_answer_and_before_
 
 
 def test_the_chat_on_an_event_loop_says_what_is_wrong() -> None:
-    assert "no model.gguf does not exist; check the path" in run(
-        sys.executable, EXAMPLES / "asyncio_chat.py", MISSING, code=1
-    )
     script = "import asyncio, asyncio_chat as chat; chat.ANSWER_SECONDS = 0; asyncio.run(chat.main())"
-    assert "not finished after 0 seconds" in run(sys.executable, "-c", script, input="Hi\n")
+    for words, code, told in (
+        ([str(EXAMPLES / "asyncio_chat.py"), str(MISSING)], 1, "no model.gguf does not exist; check the path"),
+        (["-c", script], 0, "not finished after 0 seconds"),
+    ):
+        done = run_copy([sys.executable, *words], cwd=EXAMPLES, input="Hi\n", timeout=seconds(60))
+        assert done.returncode == code and told in done.stdout + done.stderr
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tests.kernels.subprocesses import environment
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 GIVING_UP_SECONDS = 20.0
 READY = r"\x1b\[\?2004h"
@@ -33,7 +33,7 @@ class ChatCommand:
         self._master, slave = pty.openpty()
         shown = environment(TERM="xterm", NO_COLOR="1", PROMPT_TOOLKIT_NO_CPR="1", XDG_STATE_HOME=str(folder / "state"))
         fixed = ["--threads", "1", "-n", "40", "--seed", "1", "--disk-cache-folder", str(folder / "cache"), "--stats"]
-        self.process = subprocess.Popen(
+        self.process = WarmPython(
             [sys.executable, "-m", "localinfer", "chat", *fixed, *words],
             stdin=slave,
             stdout=slave,

@@ -14,6 +14,7 @@ import localinfer
 from localinfer.apps.cli import main
 from localinfer.models import demo
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 Result = "subprocess.CompletedProcess[bytes]"
 GREEDY = ("--temperature", "0", "-n", "24")
@@ -36,8 +37,16 @@ def slow_command(*arguments: str) -> list[str | bytes]:
     return [sys.executable, "-c", SLOW_RUN, *apart(*arguments)]
 
 
-def run(*arguments: str | bytes, stdin: bytes = b"") -> Result:
-    return subprocess.run(command(*arguments), input=stdin, capture_output=True, timeout=seconds(50), check=False)
+def start(words: list[str | bytes], kind: "type[subprocess.Popen[bytes]]" = WarmPython) -> "subprocess.Popen[bytes]":
+    """Start it in a copy of a process that has imported the command, or as a user does."""
+    pipe = subprocess.PIPE
+    return kind(words, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def run(*arguments: str | bytes, stdin: bytes = b"", kind: "type[subprocess.Popen[bytes]]" = WarmPython) -> Result:
+    with start(command(*arguments), kind) as process:
+        output, errors = process.communicate(stdin, timeout=seconds(50))
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 @pytest.fixture
@@ -66,7 +75,7 @@ def assert_one_error_line(result: Result, *words: str) -> None:
 @pytest.fixture(scope="module")
 def greedy_text() -> str:
     """What the demo model says greedily, from the command."""
-    result = run("run", "-p", PROMPT, *GREEDY)
+    result = run("run", "-p", PROMPT, *GREEDY, kind=subprocess.Popen)
     assert result.returncode == 0, result.stderr.decode()
     assert result.stderr == b""
     return result.stdout.decode()
@@ -166,7 +175,7 @@ def test_too_long_prompt_is_one_line_and_exit_code_2(run_here):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="arguments are text there")
 def test_undecodable_argument_is_one_line_and_exit_code_2():
-    assert_one_error_line(run("run", "-p", b"caf\xe9"), "U+DCE9")
+    assert_one_error_line(run("run", "-p", b"caf\xe9", kind=subprocess.Popen), "U+DCE9")
 
 
 SLOW_RUN = """
@@ -187,7 +196,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.skipif(sys.platform == "win32", reason="signals differ there")
 def test_ctrl_c_ends_a_run_cleanly():
     arguments = slow_command("run", "-p", PROMPT, "-n", "100000", "--ignore-eos", "--context-length", "1024")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with start(arguments) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -200,7 +209,7 @@ def test_ctrl_c_ends_a_run_cleanly():
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes close differently there")
 def test_reader_that_leaves_ends_a_run_quietly():
     arguments = slow_command("run", "-p", PROMPT, "-n", "1000", "--ignore-eos")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with start(arguments) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(1)
         process.stdout.close()

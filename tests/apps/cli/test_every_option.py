@@ -81,9 +81,10 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     places |= {"text": str(tmp_path / "text.txt"), "keys": str(tmp_path / "keys"), "sock": "s/s.sock"}
     places |= {name: str(tmp_path / name) for name in ("asked", "labelled", "fitted")}
     (tmp_path / "s").mkdir(mode=0o700)
-    places |= {"hi": "-p Hi -n 1 --no-disk-cache", "one": "--lines -n 1 --no-disk-cache"}
-    places["brief"] = "--system Brief. --no-disk-cache --temperature 0"
-    places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock"
+    # Without options of threads a load measures how many are the fastest.
+    places |= {"hi": "-p Hi -n 1 --no-disk-cache --threads 1", "one": "--lines -n 1 --no-disk-cache --threads 1"}
+    places["brief"] = "--system Brief. --no-disk-cache --temperature 0 --threads 1"
+    places["local"] = "--no-disk-cache --no-tcp --socket s/s.sock --threads 1"
     # --verbose and --log-format add a handler, on the standard error of its test, and lets more through.
     loggers = [logging.getLogger(name) for name in ("localinfer", "localinfer.server")]
     kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]

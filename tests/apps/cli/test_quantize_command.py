@@ -22,6 +22,7 @@ from localinfer.quant.gguf.reader import read_gguf
 from localinfer.quant.gguf.writer import GGUFWriter, encode_value
 from localinfer.quant.methods.imatrix import read_imatrix
 from tests.support.limits import wait_until
+from tests.support.warm_python import WarmPython
 
 MODEL = Path(demo.__file__).parent / "demo-f16.gguf"
 
@@ -227,7 +228,7 @@ def test_a_killed_calibration_goes_on_and_ends_with_the_same_bytes(tmp_path: Pat
     assert main(["quantize", str(MODEL), str(whole), *options, "1"]) == 0
     command = [sys.executable, "-m", "localinfer", "quantize", str(MODEL), str(killed), *options, "2"]
     unfinished = tmp_path / "killed.gguf.partial"
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    child = WarmPython(command, stdout=subprocess.DEVNULL)
     try:
         assert wait_until(lambda: (unfinished / "state.npz").exists() or child.poll() is not None, 60)
         assert child.poll() is None, "it ended before it could be killed"

@@ -12,9 +12,11 @@ from local_servers import MODEL, ServedModel, serving
 from scripted_models import loader, scripted_sources
 
 import localinfer
+from localinfer.apps.server.router.model_folder import ModelSource
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.apps.server.transport.sockets import has_unix_sockets
 from localinfer.llm import LLM
+from tests.api.encoder_models import write_encoder
 
 
 @pytest.fixture(scope="session")
@@ -91,3 +93,25 @@ def own_leftovers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server with a reranker and an embedding model."""
+    folder = tmp_path_factory.mktemp("encoders")
+    sources = [
+        ModelSource("ranker", write_encoder(folder, "bert-reranker"), 1_700_000_000),
+        ModelSource("embedder", write_encoder(folder, "bert-encoder"), 1_700_000_000),
+    ]
+
+    def load(source: ModelSource) -> LLM:
+        return localinfer.load(source.path, threads=1)
+
+    with serving(ServerSettings(port=0), sources=sources, load=load) as running, running.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ranker(encoders: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with localinfer.load(write_encoder(tmp_path_factory.mktemp("alone"), "bert-reranker"), threads=1) as llm:
+        yield llm

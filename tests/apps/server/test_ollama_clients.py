@@ -1,4 +1,4 @@
-"""Ollama's own clients for Python and JavaScript, LangChain's and LlamaIndex's, unmodified."""
+"""Ollama's own clients for Python and JavaScript, unmodified."""
 
 import asyncio
 import json
@@ -154,27 +154,6 @@ def test_async_client(served):
         return "".join([one.response async for one in await client.generate("demo", ASK, options=SHORT, stream=True)])
 
     assert asyncio.run(ask())
-
-
-def test_langchain_ollama(served):
-    library = import_or_skip("langchain_ollama")
-    chat = library.ChatOllama(base_url=served.url, model="demo", temperature=0, num_predict=8, num_ctx=512)
-    whole = chat.invoke(ASK)
-    assert whole.usage_metadata["output_tokens"] == 8
-    assert "".join(chunk.content for chunk in chat.stream(ASK)) == whole.content
-    completions = library.OllamaLLM(base_url=served.url, model="demo", temperature=0, num_predict=8)
-    assert completions.invoke(ASK) == whole.content
-    assert len(library.OllamaEmbeddings(base_url=served.url, model="demo").embed_query("A cat.")) == 256
-
-
-def test_llama_index_ollama(served):
-    library = import_or_skip("llama_index.llms.ollama")
-    message = import_or_skip("llama_index.core.llms").ChatMessage(role="user", content=ASK)
-    llm = library.Ollama(base_url=served.url, model="demo", temperature=0, additional_kwargs={"num_predict": 8})
-    whole = llm.chat([message]).message.content
-    assert whole
-    assert list(llm.stream_chat([message]))[-1].message.content == whole
-    assert llm.complete(ASK).text == whole
 
 
 def test_npm_client(served, scripted):

@@ -1,4 +1,4 @@
-"""Anthropic's client, LangChain, LlamaIndex and LiteLLM, unmodified, over both sockets."""
+"""Anthropic's client, LangChain, LlamaIndex and LiteLLM, unmodified, over both sockets, each imported here alone."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,6 +9,8 @@ import httpx
 import pytest
 from client_imports import import_or_skip
 from local_servers import STORY
+
+from localinfer.llm import LLM
 
 # Other people's packages warn of each other; what they send and read is what is tested.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_leftovers")]
@@ -128,6 +130,27 @@ def test_llama_index(http, own_loop):
     assert list(llm.stream_chat(asked))[-1].message.content == whole
 
 
+def test_langchain_ollama(served):
+    library = import_or_skip("langchain_ollama")
+    chat = library.ChatOllama(base_url=served.url, model="demo", temperature=0, num_predict=8, num_ctx=512)
+    whole = chat.invoke(ASK)
+    assert whole.usage_metadata["output_tokens"] == 8
+    assert "".join(chunk.content for chunk in chat.stream(ASK)) == whole.content
+    completions = library.OllamaLLM(base_url=served.url, model="demo", temperature=0, num_predict=8)
+    assert completions.invoke(ASK) == whole.content
+    assert len(library.OllamaEmbeddings(base_url=served.url, model="demo").embed_query("A cat.")) == 256
+
+
+def test_llama_index_ollama(served):
+    library = import_or_skip("llama_index.llms.ollama")
+    message = import_or_skip("llama_index.core.llms").ChatMessage(role="user", content=ASK)
+    llm = library.Ollama(base_url=served.url, model="demo", temperature=0, additional_kwargs={"num_predict": 8})
+    whole = llm.chat([message]).message.content
+    assert whole
+    assert list(llm.stream_chat([message]))[-1].message.content == whole
+    assert llm.complete(ASK).text == whole
+
+
 def test_litellm(http, own_loop):
     litellm, openai = import_or_skip("litellm"), import_or_skip("openai")
     # It takes no HTTP client, but a client of OpenAI that has one.
@@ -143,3 +166,20 @@ def test_litellm_by_address(served, own_loop):
     litellm = import_or_skip("litellm")
     options = {"model": "openai/demo", "api_base": f"{served.url}/v1", "api_key": "none", "messages": STORY}
     assert litellm.completion(**options, max_tokens=8, temperature=0).usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("provider", "path"), [("jina_ai", "/v1/rerank"), ("cohere", "/v1/rerank"), ("cohere", ""), ("hosted_vllm", "")]
+)
+def test_clients_of_other_services_rank(provider: str, path: str, encoders: httpx.Client, ranker: LLM) -> None:
+    litellm = import_or_skip("litellm")
+    texts = ["the cat", "hello world", "a dog and the cat"]
+    # Cohere's second API has no documents that are objects.
+    documents = [{"text": texts[0]}, *texts[1:]] if path else texts
+    options = {"query": "the cat", "documents": documents, "top_n": 2, "return_documents": True}
+    base = f"{str(encoders.base_url).rstrip('/')}{path}"
+    found = litellm.rerank(model=f"{provider}/ranker", api_base=base, api_key="none", **options)
+    wanted = ranker.rerank("the cat", texts, top_n=2)
+    assert [(one["index"], one["relevance_score"]) for one in found.results] == [(w.index, w.score) for w in wanted]
+    if provider != "cohere" or path:
+        assert [one["document"]["text"] for one in found.results] == [texts[one.index] for one in wanted]

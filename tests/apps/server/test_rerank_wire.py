@@ -1,42 +1,13 @@
 """What leaves `/v1/rerank`, and what servers of encoders answer."""
 
-from collections.abc import Iterator
-
 import httpx
 import numpy as np
 import pytest
 from client_imports import import_or_skip
-from local_servers import serving
 
-import localinfer
-from localinfer.apps.server.router.model_folder import ModelSource
-from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.llm import LLM
-from tests.api.encoder_models import write_encoder
 
 DOCUMENTS = ["the cat", "hello world", "a dog and the cat", "un re un re"]
-
-
-@pytest.fixture(scope="module")
-def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a server with a reranker and an embedding model."""
-    folder = tmp_path_factory.mktemp("encoders")
-    sources = [
-        ModelSource("ranker", write_encoder(folder, "bert-reranker"), 1_700_000_000),
-        ModelSource("embedder", write_encoder(folder, "bert-encoder"), 1_700_000_000),
-    ]
-
-    def load(source: ModelSource) -> LLM:
-        return localinfer.load(source.path, threads=1)
-
-    with serving(ServerSettings(port=0), sources=sources, load=load) as running, running.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def ranker(encoders: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with localinfer.load(write_encoder(tmp_path_factory.mktemp("alone"), "bert-reranker"), threads=1) as llm:
-        yield llm
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
@@ -105,24 +76,6 @@ def test_encoders_say_what_they_can_and_refuse_the_rest(encoders: httpx.Client) 
     assert [len(one["embedding"]) for one in vectors["data"]] == [8, 8]
     cards = {card["id"]: card["capabilities"] for card in encoders.get("/v1/models").json()["data"]}
     assert cards == {"ranker": ["rerank"], "embedder": ["embeddings"]}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("provider", "path"), [("jina_ai", "/v1/rerank"), ("cohere", "/v1/rerank"), ("cohere", ""), ("hosted_vllm", "")]
-)
-def test_clients_of_other_services_rank(provider: str, path: str, encoders: httpx.Client, ranker: LLM) -> None:
-    litellm = import_or_skip("litellm")
-    texts = ["the cat", "hello world", "a dog and the cat"]
-    # Cohere's second API has no documents that are objects.
-    documents = [{"text": texts[0]}, *texts[1:]] if path else texts
-    options = {"query": "the cat", "documents": documents, "top_n": 2, "return_documents": True}
-    base = f"{str(encoders.base_url).rstrip('/')}{path}"
-    found = litellm.rerank(model=f"{provider}/ranker", api_base=base, api_key="none", **options)
-    wanted = ranker.rerank("the cat", texts, top_n=2)
-    assert [(one["index"], one["relevance_score"]) for one in found.results] == [(w.index, w.score) for w in wanted]
-    if provider != "cohere" or path:
-        assert [one["document"]["text"] for one in found.results] == [texts[one.index] for one in wanted]
 
 
 @pytest.mark.filterwarnings("ignore")

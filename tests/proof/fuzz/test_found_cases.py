@@ -12,6 +12,7 @@ from tests.proof.fuzz.campaign import Campaign
 from tests.proof.fuzz.findings import found_cases, read
 from tests.proof.fuzz.target import MODEL_TARGETS, find_target, target_names
 from tests.proof.fuzz.worker_process import WorkerProcess
+from tests.support.warm_python import WarmPython
 
 NUM_INPUTS = 5
 """Sound ones."""
@@ -32,7 +33,7 @@ def _worker(name: str) -> WorkerProcess:
     target = find_target(name)
     if target.prepare is not None:
         target = replace(target, limits=replace(target.limits, seconds=PATIENCE))
-    return WorkerProcess(target, is_guarded=name not in MODEL_TARGETS)
+    return WorkerProcess(target, is_guarded=name not in MODEL_TARGETS, kind=WarmPython)
 
 
 @pytest.mark.parametrize("name", target_names())

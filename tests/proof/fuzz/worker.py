@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -97,6 +98,7 @@ def run_case(target: Target, data: bytes, folder: Path, memory: PeakMemory) -> R
 
 def main(name: str, folder: str) -> None:
     """Serve until the standard input ends."""
+    warnings.simplefilter("error", RuntimeWarning)
     answers = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)

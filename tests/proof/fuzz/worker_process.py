@@ -31,11 +31,18 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+) in ')
 class WorkerProcess:
     """A worker that is started when it is first needed, and again after it died.
 
-    is_guarded: in guard mode, whose kernels are others than those of other processes.
+    is_guarded: in guard mode, whose kernels are others than those of other processes. kind: `WarmPython` for a copy of
+    a process that has imported the package, whose hashes are others each time.
     """
 
-    def __init__(self, target: Target, *, is_guarded: bool = True) -> None:
-        self.target, self._is_guarded = target, is_guarded
+    def __init__(
+        self,
+        target: Target,
+        *,
+        is_guarded: bool = True,
+        kind: type["subprocess.Popen[bytes]"] = subprocess.Popen,
+    ) -> None:
+        self.target, self._is_guarded, self._kind = target, is_guarded, kind
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="localinfer-fuzz-", ignore_cleanup_errors=True)
         self._errors = Path(self._folder.name) / "stderr.txt"
@@ -84,8 +91,8 @@ class WorkerProcess:
             return self._process
         self.stop()
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.proof.fuzz.worker", *self._arguments()],
+            self._process = self._kind(
+                [sys.executable, "-m", "tests.proof.fuzz.worker", *self._arguments()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
