@@ -13,6 +13,7 @@ from localinfer.apps.cli import main
 from localinfer.errors import LocalinferError, OfflineError
 from localinfer.system import network_log, offline
 from tests.support.limits import seconds
+from tests.support.warm_python import run_copy
 
 HERE = ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.8.9.10", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::"]
 ELSEWHERE = [
@@ -102,7 +103,7 @@ def test_nothing_else_is_reached_by_a_process_or_its_children() -> None:
 
 def test_a_command_says_that_the_hub_may_not_be_asked() -> None:
     command = [sys.executable, "-m", "localinfer", "--offline", "pull", "org/repo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(30), check=False)
+    done = run_copy(command, timeout=seconds(30))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--offline forbids asking the hub" in done.stderr
 
 

@@ -15,6 +15,7 @@ from localinfer.apps.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, main
 from localinfer.models import demo
 from tests.storage.hub.stand_in import StandInHub
 from tests.support.limits import seconds, wait_until
+from tests.support.warm_python import WarmPython
 
 DEMO = Path(demo.__file__).parent / "demo-q4_k_m.gguf"
 NAME = "org/Demo-GGUF:Q4_K_M"
@@ -115,9 +116,7 @@ def test_pulled_models_are_served_under_their_names(hub, tmp_path):
 def test_ctrl_c_keeps_what_arrived_and_says_so(hub, tmp_path):
     hub.stall_after = 1_000_000
     command = [sys.executable, "-m", "localinfer", "pull", "org/Demo-GGUF"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-    ) as process:
+    with WarmPython(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         blobs = tmp_path / "hub/models--org--Demo-GGUF/blobs"
         assert wait_until(lambda: any(one.stat().st_size == 1_000_000 for one in blobs.glob("*.incomplete")), 30)
         process.send_signal(signal.SIGINT)

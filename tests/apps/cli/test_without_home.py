@@ -15,7 +15,7 @@ from localinfer.kernels.jit import object_cache
 from localinfer.system.folders import expand_home, temporary_folder, user_folder
 from tests.kernels.subprocesses import REPOSITORY, environment
 from tests.support.limits import seconds
-from tests.support.warm_python import run_copy
+from tests.support.warm_python import WarmPython, run_copy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems keep users' folders in other ways")
 
@@ -51,9 +51,8 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where temporary files go, with the kernels that are compiled already: compiling is not what is tested here."""
     folder = tmp_path_factory.mktemp("temporary")
     words = [sys.executable, "-m", "localinfer", "run", "-p", "Once", "-n", "2", "--threads", "1", "--no-disk-cache"]
-    subprocess.run(
-        words, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds(57.5), check=True
-    )
+    done = run_copy(words, env=environment(), timeout=seconds(57.5))
+    assert done.returncode == 0, done.stderr
     compiled = object_cache.cache_folder()
     if compiled is not None:
         kernels = folder / f"localinfer-{os.getuid()}" / "kernels" / compiled.name
@@ -113,7 +112,7 @@ def test_serve_starts_for_a_user_that_the_system_does_not_know(temporary: Path, 
     words = [sys.executable, "-c", program, "serve", "--port", "0", "--threads", "1"]
     pipe = subprocess.PIPE
     streams = {"stdout": pipe, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(words, cwd=tmp_path, env=settings(None, temporary), text=True, **streams) as server:
+    with WarmPython(words, cwd=tmp_path, env=settings(None, temporary), text=True, **streams) as server:
         assert server.stdout is not None
         lines = []
         for line in server.stdout:

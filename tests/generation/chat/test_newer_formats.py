@@ -29,6 +29,7 @@ from localinfer.models.text.tokenizer import SpellingFinder
 from tests.engine.fakes import ByteTokenizer
 from tests.generation.chat.allowed_replies import allows_reply
 from tests.models.text.newer_templates import ARGUMENTS, HELD_RESULTS, NEWER_FAMILIES
+from tests.support.samples import by_turns
 
 OPTIONS = {
     "type": "object",
@@ -108,11 +109,12 @@ def test_calls_are_read_at_every_cut_behind_text_and_reasoning(name: str) -> Non
     replies = {family.calls: ("", ""), family.reasoned + family.calls: ("", "Both < one." if family.reasoned else "")}
     if not family.reasoned:
         replies["First < this.\n\n" + family.calls] = ("First < this.", "")
-    for text, before in replies.items():
+    for turn, (text, before) in enumerate(replies.items()):
         want = (*before, expected(name))
         assert parse([text], formats)[0] == want
         assert parse(list(text), formats)[0] == want
-        for cut in range(1, len(text)):
+        # Counted from the end, so that every place in the calls is cut in one of the replies.
+        for cut in by_turns(range(1, len(text)), turn + len(text), 2):
             assert parse([text[:cut], text[cut:]], formats)[0] == want, text[:cut]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from localinfer.storage.hub import download as hub_client
 from localinfer.storage.hub.download import ConnectionLost
 from tests.storage.hub.conftest import CONTENT, REPO
 from tests.support.limits import seconds
+from tests.support.warm_python import run_copy
 
 TRANSPORT = hub_client._transport()
 FAILED = sorted(
@@ -110,12 +110,7 @@ def test_the_rest_of_a_file_is_read_at_its_place(hub) -> None:
 @pytest.mark.parametrize("endpoint", ["http://[bad", "http://x:99999999", "http://x:0", "nonsense", "ftp://x", "http:"])
 def test_an_address_that_is_none_is_named_with_the_way_out(endpoint: str) -> None:
     """Importing huggingface_hub fails at some of them, so a process of its own starts with each."""
-    result = subprocess.run(
-        [sys.executable, "-m", "localinfer", "pull", "org/repo"],
-        env={**os.environ, "HF_ENDPOINT": endpoint},
-        capture_output=True,
-        text=True,
-        timeout=seconds(60),
-    )
+    words = [sys.executable, "-m", "localinfer", "pull", "org/repo"]
+    result = run_copy(words, env={**os.environ, "HF_ENDPOINT": endpoint}, timeout=seconds(60))
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
     assert "HF_ENDPOINT" in result.stderr and endpoint in result.stderr

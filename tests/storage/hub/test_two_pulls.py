@@ -12,11 +12,12 @@ from tests.kernels.subprocesses import environment
 from tests.storage.hub.conftest import CONTENT, NAME, REPO
 from tests.storage.hub.pull_process import PULL
 from tests.support.limits import seconds, wait_until
+from tests.support.warm_python import WarmPython
 
 
 def start(folder: Path, endpoint: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PULL, str(folder), endpoint, REPO]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    return WarmPython(command, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 def test_two_pulls_at_once_download_it_once(hub, places, tmp_path):
