@@ -23,7 +23,6 @@ those rows can be undone by not repeating them. Every op's part is a multiple of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import RequestError
 from localinfer.kernels.ops import KVLayerShape, StateShape
-from localinfer.types import PAGE_TOKENS as PAGE_TOKENS
+from localinfer.types import PAGE_TOKENS as PAGE_TOKENS, Record
 
 SCALE_BLOCK = 64
 """Elements of a head that share a scale, in the quantized types."""
@@ -64,8 +63,7 @@ def num_blocks(size: int) -> int:
     return -(-size // SCALE_BLOCK)
 
 
-@dataclass(frozen=True)
-class HeadLayout:
+class HeadLayout(Record):
     """One KV head of one layer in a page: offsets of its parts, its bytes, and padded sizes.
 
     key_columns, value_columns: elements stored per position, padded to whole vectors.
@@ -79,8 +77,7 @@ class HeadLayout:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class KVLayout:
+class KVLayout(Record):
     """Sizes and offsets of a page, in bytes. `kv_type` is a type for both, or "keys/values"."""
 
     kv_type: str

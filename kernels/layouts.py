@@ -44,7 +44,6 @@ the four of the block's scale, of IQ2_XS bit 8 of the four indices.
 """
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
@@ -53,6 +52,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ShapeError
 from localinfer.system.extras import require
+from localinfer.types import Record
 
 TILE_ROWS = 16
 
@@ -109,8 +109,7 @@ CUDA_LAYOUTS = tuple(layout for layout in Layout if layout <= Layout.INT8_32)
 """Layouts that CUDA kernels read."""
 
 
-@dataclass(frozen=True)
-class LayoutSizes:
+class LayoutSizes(Record):
     """Columns of a unit, bytes of its header in a tile, and its bytes in one row of the file."""
 
     unit: int

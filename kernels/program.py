@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from localinfer.errors import ContextLengthError, RequestError
 from localinfer.kernels.kv_layout import LOG_ROWS
 from localinfer.kernels.ops import NUM_AXES, Buffer, Rows
-from localinfer.types import FloatArray
+from localinfer.types import FloatArray, Record
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Batch:
     """Per row, for models with such a table; None for type 0 throughout."""
 
 
-@dataclass(frozen=True)
-class BatchLimits:
+class BatchLimits(Record):
     """Limits of a program's batches: rows, rows with logits, token ids, positions and token types below these."""
 
     max_rows: int
@@ -295,8 +294,7 @@ def _extremes(values: NDArray[np.int32]) -> tuple[int, int]:
     return int(values.min()), int(values.max())
 
 
-@dataclass(frozen=True)
-class OpCost:
+class OpCost(Record):
     """Bytes that one op of a finished tape reads, and multiplications, for measurements."""
 
     kernel: str
@@ -349,8 +347,7 @@ class StagedProgram(Program, Protocol):
         """Fill a buffer before the next stage: float32[rows, width], copied at once."""
 
 
-@dataclass(frozen=True)
-class PlacedStage:
+class PlacedStage(Record):
     """One stage of a graph that was cut for several devices."""
 
     part: int

@@ -2,9 +2,21 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, SupportsIndex, TypeGuard
+from reprlib import recursive_repr
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeGuard,
+    dataclass_transform,
+)
 
 from localinfer.errors import RequestError
 
@@ -40,8 +52,44 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Beam:
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Record:
+    """Base class of frozen dataclasses that inherit every method but `__init__`.
+
+    `dataclass` writes and compiles six methods for each class, which took a fifth of a start. A record that is made at
+    every step is a `dataclass`, since fields are set in Python here.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls, *, kw_only: bool = False) -> None:
+        super().__init_subclass__()
+        dataclass(eq=False, repr=False, kw_only=kw_only)(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__ or name not in self.__dataclass_fields__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def _compared(self) -> tuple[object, ...]:
+        return tuple([getattr(self, one.name) for one in fields(self) if one.compare])
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    @recursive_repr()
+    def __repr__(self) -> str:
+        shown = ", ".join([f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr])
+        return f"{type(self).__qualname__}({shown})"
+
+
+class Beam(Record):
     """A finished text of a beam search."""
 
     token_ids: tuple[int, ...]
@@ -70,8 +118,7 @@ class RankedDocument:
     num_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelInfo:
+class ModelInfo(Record, kw_only=True):
     """Facts of a loaded model."""
 
     name: str

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from localinfer.kernels.cpu.program import CpuProgram, Entries, ThreadPool, stre
 from localinfer.kernels.cpu.weights import PACK, READ, PackedWeight, packing_words
 from localinfer.kernels.layouts import TILE_ROWS, Layout, num_tiles, stored_row_bytes, tile_bytes
 from localinfer.kernels.program import OpCost
+from localinfer.types import Record
 
 PIECE_BYTES = 1 << 20
 """Of a file, about: with its tiles it stays in a cache of 4 MiB."""
@@ -43,8 +44,7 @@ _NUM_WORDS, _SIZE = len(MATMUL.fields), len(PROJECTION.fields)
 _READS, _PACKS = OpCost(READ.name), OpCost(PACK.name)
 
 
-@dataclass(frozen=True)
-class UnpackedMatrix:
+class UnpackedMatrix(Record):
     """A matrix of a file with the memory for its tiles, which is not filled yet.
 
     descriptor, offset: of the file, and where its rows begin there. check: raises CorruptFileError if the file was

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ from localinfer.kernels.cpu.worker_threads import (
 )
 from localinfer.kernels.ops import NUM_AXES, Buffer, Rows
 from localinfer.kernels.program import Batch, MediaRows, OpCost, Segment, StateStep
-from localinfer.types import FloatArray
+from localinfer.types import FloatArray, Record
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.deferred_packing import DeferredPacking
@@ -54,8 +54,7 @@ _STACK_BYTES = 8 << 20
 """Stack of a thread on most systems."""
 
 
-@dataclass(frozen=True)
-class _PoolSettings:
+class _PoolSettings(Record):
     """num_threads: None for as many as the pool was made with."""
 
     num_threads: int | None

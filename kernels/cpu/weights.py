@@ -5,7 +5,6 @@ tile, consecutively or at steps. Some kinds of field permute bits; none loses an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -36,6 +35,7 @@ from localinfer.kernels.layouts import (
     num_tiles,
     tile_bytes,
 )
+from localinfer.types import Record
 
 _STEP_BYTES = 8 << 20
 """Bytes of the file that are packed at a time, so that little of it is in memory."""
@@ -156,8 +156,7 @@ def packing_words(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RowTable:
+class RowTable(Record):
     """Rows of a GGUF tensor; data: uint8, row after row.
 
     fill: to be called with the ids, int32, of rows before they are read; None if all are in memory.
@@ -170,8 +169,7 @@ class RowTable:
     fill: Callable[[NDArray[np.int32]], None] | None = None
 
 
-@dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(Record):
     """A stack of matrices in tiles; data: uint8[num_experts * expert_bytes], 64-byte aligned.
 
     columns: int32[num_columns], the input column of each column; None if they are in order.

@@ -8,17 +8,20 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localinfer.kernels.jit import object_cache
 from localinfer.kernels.jit.object_cache import Kernel
 from localinfer.system import freezing
 from localinfer.system.folders import CACHE_VARIABLE, chosen_cache_folder
 from localinfer.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 STAGE = "compiling kernels (once per machine)"
 
@@ -109,7 +112,7 @@ def run_children(task: str, shares: Sequence[object], go_on: Callable[[], bool])
     Ends when all have ended, or `go_on`, called every 50 ms, returns False. Each child ends when this process does. Its
     failures are ignored; what `go_on` raises ends the children.
     """
-    children: list[subprocess.Popen[bytes]] = []
+    children: list[Popen[bytes]] = []
     try:
         for share in shares:
             try:
@@ -145,7 +148,10 @@ def _is_python() -> bool:
     return not getattr(sys, "frozen", False) and name.startswith(("python", "pypy"))
 
 
-def _start(task: str, share: object) -> subprocess.Popen[bytes]:
+def _start(task: str, share: object) -> "Popen[bytes]":
+    # Most starts find their kernels compiled.
+    import subprocess
+
     if _is_python():
         paths = [path or os.getcwd() for path in sys.path]
         words = [sys.executable, "-c", _CHILD, json.dumps([paths, task, share])]

@@ -19,7 +19,6 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from localinfer.kernels.jit import host, isa
 from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.versions import combined, cpu_kernels, installed_version, source_digests
 from localinfer.system.files import OutputFile, open_regular
-from localinfer.types import ProgressCallback
+from localinfer.types import ProgressCallback, Record
 
 VARIABLE = "LOCALINFER_KERNEL_PACKS"
 """Environment variable with a folder of packs, or one pack, which is asked before those of the installed package."""
@@ -78,8 +77,7 @@ LEVELS: Mapping[str, Mapping[str, Level]] = {
 """By architecture and name; the later of two that fit is the faster."""
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(Record):
     """An open pack whose index is intact."""
 
     path: Path

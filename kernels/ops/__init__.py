@@ -74,7 +74,7 @@ from localinfer.kernels.ops.records import (
     Buffer as Buffer,
     EmbeddingTable as EmbeddingTable,
     LinearWeight as LinearWeight,
-    Record as Record,
+    OpRecord as OpRecord,
     Rows as Rows,
 )
 from localinfer.kernels.ops.recurrent import (

@@ -1,13 +1,12 @@
 """Attention and its cache: RoPE, storing keys and values, masks, biases, and the choice of positions."""
 
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localinfer.kernels.ops.records import Buffer, Record
-from localinfer.types import FloatArray
+from localinfer.kernels.ops.records import Buffer, OpRecord
+from localinfer.types import FloatArray, Record
 
 
 class Pairing(Enum):
@@ -19,7 +18,7 @@ class Pairing(Enum):
     """(i, i + rotary_size / 2): GPT-NeoX, Qwen, Phi, Gemma."""
 
 
-class RopeTable(Record):
+class RopeTable(OpRecord):
     """Angles of RoPE per position."""
 
     inverse_frequencies: NDArray[np.float64]
@@ -36,7 +35,7 @@ NUM_AXES = 3
 """Positions of a row under M-RoPE: time, row and column."""
 
 
-class Rope(Record):
+class Rope(OpRecord):
     """Rotate, in place, elements offset .. offset + rotary_size of every head of x by the row's position."""
 
     x: Buffer
@@ -45,7 +44,7 @@ class Rope(Record):
     offset: int = 0
 
 
-class RotateByRow(Record):
+class RotateByRow(OpRecord):
     """Rotate, in place, elements from `offset` on of every head of x by angles that a buffer holds for the row.
 
     angles: cosines of as many pairs as are rotated, then their sines. Rows with positions in two dimensions have others
@@ -59,8 +58,7 @@ class RotateByRow(Record):
     offset: int = 0
 
 
-@dataclass(frozen=True)
-class KVLayerShape:
+class KVLayerShape(Record):
     """Keys and values that one layer keeps per position."""
 
     num_kv_heads: int
@@ -71,7 +69,7 @@ class KVLayerShape:
     0 for a layer in the block of the others."""
 
 
-class StoreKV(Record):
+class StoreKV(OpRecord):
     """Write the rows' keys and values into the cache pages of `layer`; no values where it keeps keys alone."""
 
     layer: int
@@ -83,7 +81,7 @@ _UNBOUNDED = 1 << 40
 """More positions than any text has."""
 
 
-class AttentionShape(Record):
+class AttentionShape(OpRecord):
     """One layer's attention: sizes, mask and score transform."""
 
     num_heads: int
@@ -116,7 +114,7 @@ class AttentionShape(Record):
         return (self.window // 2 + 1, self.window // 2) if self.window else (0, _UNBOUNDED)
 
 
-class SparseSelection(Record):
+class SparseSelection(OpRecord):
     """Positions that rows attend to, as numbers of blocks of positions, counted from position 0."""
 
     blocks: Buffer
@@ -130,7 +128,7 @@ class SparseSelection(Record):
         return self.blocks.width // self.count
 
 
-class Relative(Record):
+class Relative(OpRecord):
     """Relative position bias: a number per head and bucket of distances, which is added to a score."""
 
     buckets: NDArray[np.int64]
@@ -146,7 +144,7 @@ class Relative(Record):
     """The same of the key's row."""
 
 
-class Attention(Record):
+class Attention(OpRecord):
     """Attention of every row over its sequence's cache, in chunks of absolute positions merged in order.
 
     Rows see positions up to their own, or up to the last of their segment (`AttentionShape.bidirectional`).
@@ -164,7 +162,7 @@ class Attention(Record):
     """True if a segment may say which positions each row sees (`program.Segment.ranges`)."""
 
 
-class ChooseBlocks(Record):
+class ChooseBlocks(OpRecord):
     """Choose the best blocks of a row's positions by the keys of a layer of the cache that keeps keys alone.
 
     The score of a position is scale times query . key, or with weights [num_heads] the sum over heads of weight *

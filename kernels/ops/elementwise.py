@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from localinfer.kernels.ops.records import Buffer, EmbeddingTable, Record
+from localinfer.kernels.ops.records import Buffer, EmbeddingTable, OpRecord
 from localinfer.types import FloatArray
 
 
@@ -22,7 +22,7 @@ class Activation(Enum):
     TANH = "tanh"
 
 
-class Embed(Record):
+class Embed(OpRecord):
     """out[r] = scale * table[token_ids[r]]."""
 
     out: Buffer
@@ -30,14 +30,14 @@ class Embed(Record):
     scale: float = 1.0
 
 
-class EmbedPositions(Record):
+class EmbedPositions(OpRecord):
     """out[r] += table[position of r] (learned absolute positions)."""
 
     out: Buffer
     table: EmbeddingTable
 
 
-class EmbedTypes(Record):
+class EmbedTypes(OpRecord):
     """out[r] += table[token type of r], or out[r] = it: the text of a pair that a row is of (BERT, arXiv 1810.04805,
     section 3), or whether an adapter changes the row."""
 
@@ -46,7 +46,7 @@ class EmbedTypes(Record):
     adds: bool = True
 
 
-class EmbedMedia(Record):
+class EmbedMedia(OpRecord):
     """x[r] = part `part` of the embedding that the batch gives for row r, or x[r] += it; rows of words stay.
 
     An embedding (`program.MediaRows`) is one or more parts as wide as x: what enters the first layer, then what is
@@ -58,7 +58,7 @@ class EmbedMedia(Record):
     adds: bool = False
 
 
-class RmsNorm(Record):
+class RmsNorm(OpRecord):
     """Root-mean-square norm (arXiv 1910.07467) over each row, or over each `group_size` elements of it.
 
     weight: float32[group_size] shared by all groups, or float32[width], or None for 1.
@@ -71,7 +71,7 @@ class RmsNorm(Record):
     group_size: int = 0
 
 
-class LayerNorm(Record):
+class LayerNorm(OpRecord):
     """Layer norm (arXiv 1607.06450), shapes as in `RmsNorm`."""
 
     out: Buffer
@@ -82,7 +82,7 @@ class LayerNorm(Record):
     group_size: int = 0
 
 
-class Activate(Record):
+class Activate(OpRecord):
     """out = kind(x)."""
 
     out: Buffer
@@ -90,7 +90,7 @@ class Activate(Record):
     kind: Activation
 
 
-class GatedActivate(Record):
+class GatedActivate(OpRecord):
     """out = kind(gate) * up; gate and up may be two halves of one width only if given as separate buffers.
 
     limit > 0, of SILU only: out = min(silu(gate), limit) * clamp(up, -limit, limit) (Step 3.5).
@@ -103,7 +103,7 @@ class GatedActivate(Record):
     limit: float = 0.0
 
 
-class Xielu(Record):
+class Xielu(OpRecord):
     """out = beta * x + (positive * x^2 if x > 0 else negative * (expm1(min(x, epsilon)) - x)): arXiv 2411.13010."""
 
     out: Buffer
@@ -114,7 +114,7 @@ class Xielu(Record):
     epsilon: float
 
 
-class GaussianTopK(Record):
+class GaussianTopK(OpRecord):
     """out = max(0, x - (mean(x) + num_deviations * std(x))) over each row, with the standard deviation of a sample.
 
     It keeps the share of a normal distribution above so many deviations (Spark Transformer, arXiv 2506.06644,
@@ -126,21 +126,21 @@ class GaussianTopK(Record):
     num_deviations: float
 
 
-class Softmax(Record):
+class Softmax(OpRecord):
     """out = exp(x - max(x)) over its sum, of each row."""
 
     out: Buffer
     x: Buffer
 
 
-class Softcap(Record):
+class Softcap(OpRecord):
     """x = cap * tanh(x / cap), in place."""
 
     x: Buffer
     cap: float
 
 
-class Clamp(Record):
+class Clamp(OpRecord):
     """x = min(max(x, -limit), limit), in place; only_above: x = min(x, limit)."""
 
     x: Buffer
@@ -148,7 +148,7 @@ class Clamp(Record):
     only_above: bool = False
 
 
-class Bound(Record):
+class Bound(OpRecord):
     """out = min(max(x, lowest), highest)."""
 
     out: Buffer
@@ -157,7 +157,7 @@ class Bound(Record):
     highest: float
 
 
-class Add(Record):
+class Add(OpRecord):
     """out = a + scale * b."""
 
     out: Buffer
@@ -166,7 +166,7 @@ class Add(Record):
     scale: float = 1.0
 
 
-class AddVector(Record):
+class AddVector(OpRecord):
     """x += vector, in place."""
 
     x: Buffer
@@ -174,14 +174,14 @@ class AddVector(Record):
     """float32[width]."""
 
 
-class Scale(Record):
+class Scale(OpRecord):
     """x *= factor, in place."""
 
     x: Buffer
     factor: float
 
 
-class ScaleByPosition(Record):
+class ScaleByPosition(OpRecord):
     """x *= 1 + slope * ln(1 + floor((position of the row + offset) / period)), in place (Llama 4, Ministral 3)."""
 
     x: Buffer
@@ -190,7 +190,7 @@ class ScaleByPosition(Record):
     offset: int = 0
 
 
-class Multiply(Record):
+class Multiply(OpRecord):
     """out = x * factor: a buffer as wide as x, one value per row or for each of equal parts of it (heads), or
     float32[width] for every row."""
 
@@ -209,7 +209,7 @@ class Multiply(Record):
         return isinstance(self.factor, Buffer) and 1 < self.factor.width != self.x.width
 
 
-class MultiplySigmoid(Record):
+class MultiplySigmoid(OpRecord):
     """out = x * sigmoid(gate); gate is as wide as x, or one value for each of equal parts of a row (heads)."""
 
     out: Buffer
@@ -222,14 +222,14 @@ class MultiplySigmoid(Record):
         return self.gate.width != self.x.width
 
 
-class Magnitude(Record):
+class Magnitude(OpRecord):
     """out = sqrt(mean(x * x)) of each row, one value."""
 
     out: Buffer
     x: Buffer
 
 
-class MixSlots(Record):
+class MixSlots(OpRecord):
     """out[b] = residual[b] + sum over slots a, in order, of weights[b * num_slots + a] * x[a].
 
     x holds num_slots slots of one size, out and residual any number of them. Without weights all are 1; the first
@@ -244,7 +244,7 @@ class MixSlots(Record):
     first_slot: int = 0
 
 
-class CopyHeads(Record):
+class CopyHeads(OpRecord):
     """Copy `width` elements of every head of x, from x_offset in it to out_offset in out's head; the rest stays.
 
     x_head_size 0: x is one head, which every head of out gets.
@@ -260,14 +260,14 @@ class CopyHeads(Record):
     x_offset: int = 0
 
 
-class SelectOutput(Record):
+class SelectOutput(OpRecord):
     """Copy the rows that want logits; `out` has Rows.OUTPUT."""
 
     out: Buffer
     x: Buffer
 
 
-class MeanRows(Record):
+class MeanRows(OpRecord):
     """out[r] = mean over the rows of the segment that output row r lies in; `out` has Rows.OUTPUT.
 
     The rows are summed one by one, from the first to the last.

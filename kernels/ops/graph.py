@@ -1,7 +1,6 @@
 """A model as data (`OpGraph`), the union of all ops, and the weights that a decoder writes it with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from localinfer.kernels.ops.attention import Attention, ChooseBlocks, KVLayerShape, Rope, RotateByRow, StoreKV
@@ -33,12 +32,12 @@ from localinfer.kernels.ops.elementwise import (
     Xielu,
 )
 from localinfer.kernels.ops.matmul import ExpertFactors, ExpertMatmul, ExpertScale, ExpertSum, HeadMatmul, Matmul, Route
-from localinfer.kernels.ops.records import Buffer, EmbeddingTable, LinearWeight, Record
+from localinfer.kernels.ops.records import Buffer, EmbeddingTable, LinearWeight, OpRecord
 from localinfer.kernels.ops.recurrent import CentredConvolution, PreviousRow, RecurrentOp, StateShape
-from localinfer.types import FloatArray
+from localinfer.types import FloatArray, Record
 
 
-class StageBoundary(Record):
+class StageBoundary(OpRecord):
     """The program stops here, for programs of other devices to run, or for the host to fill buffers.
 
     The ops between two of these are a stage.
@@ -59,8 +58,7 @@ Op = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class OpGraph:
+class OpGraph(Record):
     """A model as data."""
 
     kv_layers: tuple[KVLayerShape, ...]

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from localinfer.kernels.ops.records import Buffer, LinearWeight, Record
+from localinfer.kernels.ops.records import Buffer, LinearWeight, OpRecord
 from localinfer.types import FloatArray
 
 MAX_EXPERTS = 4096
 """Experts of a router: kernels have scratch memory for this many scores."""
 
 
-class Projection(Record):
+class Projection(OpRecord):
     """One product of a `Matmul`: out = residual + scale * (x @ weight.T + bias)."""
 
     weight: LinearWeight
@@ -22,14 +22,14 @@ class Projection(Record):
     scale: float = 1.0
 
 
-class Matmul(Record):
+class Matmul(OpRecord):
     """Multiply one input by one or several weights; all `out` hold the same rows as x."""
 
     x: Buffer
     projections: Sequence[Projection]
 
 
-class HeadMatmul(Record):
+class HeadMatmul(OpRecord):
     """For every head h: out[h][out_offset:] = weight[h] @ x[h][x_offset:], num_rows from num_columns elements.
 
     weight is a stack of one matrix per head; the rest of out stays (latent attention, arXiv 2405.04434).
@@ -56,7 +56,7 @@ class Gating(Enum):
     arXiv 2409.12136)."""
 
 
-class Routing(Record):
+class Routing(OpRecord):
     """Selection of experts by `Route`: the best `num_selected` by gating value.
 
     Of equal values the lower expert wins, and slots are in order of falling value. SOFTMAX_SELECTED and
@@ -83,7 +83,7 @@ class Routing(Record):
     """float32[num_experts]: each expert's own factor on its weight."""
 
 
-class Route(Record):
+class Route(OpRecord):
     """Choose experts per row; ids are stored as float32 whole numbers. Both outputs are num_selected wide."""
 
     expert_ids: Buffer
@@ -92,7 +92,7 @@ class Route(Record):
     routing: Routing
 
 
-class ExpertMatmul(Record):
+class ExpertMatmul(OpRecord):
     """For each row and each selected expert e: out[row, slot] = x[row or row, slot] @ weight[e].T + bias[e].
 
     out is num_selected * num_rows(weight) wide; x is num_columns wide, num_selected times that if input_per_slot.
@@ -107,7 +107,7 @@ class ExpertMatmul(Record):
     input_per_slot: bool = False
 
 
-class ExpertSum(Record):
+class ExpertSum(OpRecord):
     """out = residual + sum over slots, in slot order, of expert_weights[slot] * x[slot]."""
 
     out: Buffer
@@ -116,14 +116,14 @@ class ExpertSum(Record):
     residual: Buffer | None = None
 
 
-class ExpertScale(Record):
+class ExpertScale(OpRecord):
     """x[slot] *= expert_weights[slot], in place (models that weigh the input of the down projection)."""
 
     x: Buffer
     expert_weights: Buffer
 
 
-class ExpertFactors(Record):
+class ExpertFactors(OpRecord):
     """x[slot] *= factors[expert_ids[slot]], in place: one number beside each expert's matrix; factors float32[experts].
 
     Files of NVFP4 blocks, whose own scales have few bits, have them.

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any
 
 import numpy as np
+
+from localinfer.types import Record
 
 
 class Rows(Enum):
@@ -53,14 +55,8 @@ class EmbeddingTable:
     """The device's own record."""
 
 
-@dataclass_transform(frozen_default=True)
-class Record:
-    """Plain data: every subclass is a frozen dataclass, and equals another one with equal numbers in its arrays."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def __init_subclass__(cls) -> None:
-        dataclass(frozen=True, eq=False)(cls)
+class OpRecord(Record):
+    """Base class of ops and of their parts: one equals another with equal numbers in its arrays, so none is hashed."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):

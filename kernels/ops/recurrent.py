@@ -5,14 +5,11 @@ batch, so their bits do not depend on how a text is cut. A log keeps what some r
 of them can be repeated after a rejected draft, with the same bits and without the products that led to them.
 """
 
-from dataclasses import dataclass
-
-from localinfer.kernels.ops.records import Buffer, Record
-from localinfer.types import FloatArray
+from localinfer.kernels.ops.records import Buffer, OpRecord
+from localinfer.types import FloatArray, Record
 
 
-@dataclass(frozen=True)
-class StateShape:
+class StateShape(Record):
     """Memory of one recurrent op per sequence, whatever its length."""
 
     num_values: int
@@ -21,7 +18,7 @@ class StateShape:
     """float32 per row of the log, from which the op can repeat a row's update of the state without its inputs."""
 
 
-class RecurrentOp(Record):
+class RecurrentOp(OpRecord):
     """An op that carries a state from row to row of a sequence."""
 
     state: int
@@ -63,7 +60,7 @@ class ShortConvolution(RecurrentOp):
         return short_convolution_state(*self.weight.shape)
 
 
-class CentredConvolution(Record):
+class CentredConvolution(OpRecord):
     """out[t, c] = sum over i of weight[c, i] * x[t - K // 2 + i, c]; rows outside the segment, a whole text, are 0.
 
     weight: float32[width, K], K odd; its middle column meets the row itself.
@@ -211,7 +208,7 @@ class Wkv(RecurrentOp):
         return wkv_state(self.out.width, self.head_size)
 
 
-class PreviousRow(Record):
+class PreviousRow(OpRecord):
     """out[r] = x[r - 1] of the same sequence; of a segment's first row what the segment carries, or zeros.
 
     The segment also says where x of its last row goes. x: None where segments have one row each.

@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from localinfer.arguments import check_number
 from localinfer.errors import OutOfMemoryError, OverloadedError
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.engine.cache.prefix_cache import PrefixCache
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from localinfer.engine.runner import ModelRunner
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(Record):
     """An owner with a limit; anything hashable is one without.
 
     key: what owners differ by. max_running: how many of its texts may share steps at once, None for as many as may.
@@ -128,8 +128,7 @@ _LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
 _DURATION_MEMORY, _LENGTH_MEMORY = 0.8, 0.9
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineLimits:
+class EngineLimits(Record, kw_only=True):
     """Limits of the requests that are taken on at once.
 
     Raises: RequestError naming the value.
@@ -149,8 +148,7 @@ class EngineLimits:
         check_number("aging_seconds", self.aging_seconds, 0, kind=float, none="for ever")
 
 
-@dataclass(frozen=True)
-class TtftStats:
+class TtftStats(Record):
     """Accuracy of predicted times to the first token since loading."""
 
     num_predicted: int = 0

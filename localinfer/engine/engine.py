@@ -7,7 +7,7 @@ computes them. Text is above this package.
 import sys
 from collections.abc import Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +27,7 @@ from localinfer.engine.sampling.sampler import SamplingPlan, TokenMask, not_fini
 from localinfer.engine.scheduler import Generation, PolicyFactory, Scheduler
 from localinfer.errors import ContextLengthError, OutOfMemoryError, RequestError, TokenIdError
 from localinfer.kernels.program import Program
-from localinfer.types import FloatArray
+from localinfer.types import FloatArray, Record
 
 if TYPE_CHECKING:
     from localinfer.engine.speculation.verify import Speculation
@@ -38,8 +38,7 @@ _NO_HINTS = CacheHints()
 _DEFAULT_LIMITS = EngineLimits()
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(Record):
     """State of an engine at one moment."""
 
     running: int

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -10,6 +10,7 @@ from localinfer.arguments import check_flag, check_hashable, check_number, check
 from localinfer.engine.cache.block_hashes import salt_of
 from localinfer.engine.sampling.params import SamplingOptions, SamplingParams, TokenRules
 from localinfer.errors import RequestError
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,13 +25,11 @@ _OF_REPLIES = ("thinking", "thinking_budget", "template_variables", "loop_stop")
 _OF_ONE_GENERATION = ("constraint", "prediction", "owner", "cache_salt")
 
 
-@dataclass(frozen=True)
-class JsonObject:
+class JsonObject(Record):
     """Any JSON object, on one line as `json.dumps` writes it: a space after each comma and colon."""
 
 
-@dataclass(frozen=True)
-class JsonSchema:
+class JsonSchema(Record):
     """A JSON text that a schema accepts (JSON Schema 2020-12), on one line as `json.dumps` writes it.
 
     schema: as a mapping, which is copied, or as JSON text; properties come in the order in which it lists them. It
@@ -45,8 +44,7 @@ class JsonSchema:
         object.__setattr__(self, "schema", owned(self.schema))
 
 
-@dataclass(frozen=True)
-class Regex:
+class Regex(Record):
     """A text that a regular expression matches as a whole.
 
     pattern: in the syntax of Rust's regex crate, which is Python's without look-around and back-references.
@@ -55,8 +53,7 @@ class Regex:
     pattern: str
 
 
-@dataclass(frozen=True)
-class Grammar:
+class Grammar(Record):
     """A text of a context-free grammar.
 
     text: in Lark's syntax, beginning at the rule `start`, or in llama.cpp's GBNF, beginning at `root`; which of them is
@@ -66,8 +63,7 @@ class Grammar:
     text: str
 
 
-@dataclass(frozen=True)
-class StructuralTag:
+class StructuralTag(Record):
     """Free text in which tags hold what is between them to a form, as vLLM, SGLang and xgrammar have it.
 
     form: {"format": {"type": "triggered_tags", ...}}, or {"structures": [...], "triggers": [...]}, as a mapping, which
@@ -181,8 +177,7 @@ class ChatOptions(GenerationOptions, ReplyOptions, total=False):
     """Keyword options of `chat` and `stream_chat`: those of `complete`, and those that only chats have."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedOptions:
+class CheckedOptions(Record, kw_only=True):
     """Options of a generation, each of the kind it must have; texts that the engine wants as token ids are those."""
 
     max_tokens: int | None

@@ -6,13 +6,13 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeVar, cast
 
 from localinfer.arguments import check_number, owned
 from localinfer.errors import RequestError
 from localinfer.generation.options import GenerationOptions
-from localinfer.types import Closing, FinishReason, TokenLogprobs
+from localinfer.types import Closing, FinishReason, Record, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,8 +29,7 @@ CompletionEnd = FinishReason | Literal["tool_calls"]
 """As the engine's, and tool_calls: an end token after at least one whole tool call."""
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(Record):
     """One call that the model makes.
 
     id: the model's where its format has one, else nine random letters and digits. arguments: a JSON object, as text.
@@ -41,8 +40,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True)
-class ToolCallDelta:
+class ToolCallDelta(Record):
     """News of one call.
 
     index: of the call in its reply, from 0. The first delta of a call has its id and name and no arguments; each
@@ -63,8 +61,7 @@ class ReplyDelta(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-@dataclass(frozen=True)
-class CompactionStats:
+class CompactionStats(Record):
     """Figures of the summaries that stand for the beginning of a chat's conversation."""
 
     messages: int
@@ -86,8 +83,7 @@ class CompactionStats:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stats:
+class Stats(Record, kw_only=True):
     """Figures of a generation."""
 
     prompt_tokens: int
@@ -151,8 +147,7 @@ class StreamEvent(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-@dataclass(frozen=True, repr=False)
-class Completion:
+class Completion(Record):
     """A finished generation."""
 
     text: str

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from localinfer.generation.stream import (
     joined_calls,
 )
 from localinfer.models.text.tokenizer import StopMatcher, StreamDecoder
-from localinfer.types import TokenLogprobs
+from localinfer.types import Record, TokenLogprobs
 
 if TYPE_CHECKING:
     from localinfer.generation.chat.constraints import ConstraintCompiler
@@ -47,8 +47,7 @@ _NO_DRAFTS: dict[str, Any] = {"drafted_tokens": 0, "accepted_tokens": 0}
 """Fields of `Stats` about drafts, of a text for which none were made."""
 
 
-@dataclass(frozen=True)
-class EncodedPrompt:
+class EncodedPrompt(Record):
     """A prompt as token ids."""
 
     token_ids: Sequence[int] | NDArray[np.integer]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from localinfer.arguments import check_flag, check_number
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     import os
@@ -33,8 +34,7 @@ _OPTION = "option"
 """Key of an `Option` in a field's metadata."""
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(Record):
     """An option of the commands that sets an option of `load`, or a part of it."""
 
     names: str
@@ -58,8 +58,7 @@ class Flag:
         return last.lstrip("-").replace("-", "_")
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(Record):
     """The description of an option of `load`."""
 
     help: str
@@ -75,8 +74,7 @@ def _option(default: Any, help: str, *flags: Flag, none: str | None = None, afte
     return field(default=default, metadata={_OPTION: Option(help, flags, none, after)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeaderOptions:
+class HeaderOptions(Record, kw_only=True):
     """Options that decide, with the header of a model's file, whether and how it can be loaded."""
 
     model: str | os.PathLike[str] | None = field(
@@ -286,8 +284,7 @@ class HeaderOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions(HeaderOptions):
+class LoadOptions(HeaderOptions, kw_only=True):
     """Options of `load`."""
 
     disk_cache: bool | int = _option(

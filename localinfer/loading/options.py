@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from localinfer.models.load.programs import batch_rows_of
 from localinfer.models.load.threads import checked_priority
 from localinfer.system.files import read_bounded
 from localinfer.system.machine_limits import MemoryLimits
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.kernels.cpu.worker_threads import Priority
@@ -44,8 +45,7 @@ REFUSED_BY_GPUS = (BackendUnavailableError, OutOfMemoryError, UnsupportedFormatE
 """Errors after which a draft model is computed on the CPU, whatever its target was asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(HeaderOptions):
+class ModelOptions(HeaderOptions, kw_only=True):
     """Checked options that decide what is read of a file and how much memory that takes."""
 
     path: Path
@@ -174,8 +174,7 @@ class ModelOptions(HeaderOptions):
         return self.speculation
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedLoad:
+class CheckedLoad(Record, kw_only=True):
     """Checked options of a load."""
 
     model: ModelOptions

@@ -12,9 +12,7 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -24,6 +22,7 @@ import numpy as np
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.system import disk
 from localinfer.system.files import read_bounded, run_all, write_all, write_atomically
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.storage.page_store import PageFormat
@@ -46,8 +45,7 @@ NOT_COMPUTING = ("models/calibration/", "models/demo/")
 ShouldStop = Callable[[], bool]
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(Record):
     """The parts by name, each as text."""
 
     parts: Mapping[str, str]
@@ -259,7 +257,7 @@ def _code() -> str:
         found = source_digests(package)
         if found is None:
             logger.warning("no other process can read what this one caches on disk: %s", UNKNOWN_SOURCES)
-            return f"of unknown sources in process {uuid.uuid4().hex}"
+            return f"of unknown sources in process {os.urandom(16).hex()}"
         digests |= {name: digest for name, digest in found.items() if not name.startswith(NOT_COMPUTING)}
     return combined(digests)
 

@@ -16,7 +16,7 @@ from typing import Any
 from localinfer.system.files import text_of
 
 _ROOT = Path("/")
-_CPUS = "sys/devices/system/cpu"
+CPUS = "sys/devices/system/cpu"
 _INTEL_KINDS = "sys/devices/cpu_core/cpus", "sys/devices/cpu_atom/cpus"
 """The processors that are threads of performance cores, and those that are efficiency cores, which have one each."""
 _SLOW = 0.6
@@ -72,10 +72,10 @@ def _windows_cores() -> bytes:
 
 def _by_capacity(root: Path) -> int:
     """By the speeds of cores relative to the fastest, which Linux has of arm64."""
-    if not text_of(root / _CPUS / "cpu0/cpu_capacity"):
+    if not text_of(root / CPUS / "cpu0/cpu_capacity"):
         return 0
     capacities: dict[str, int] = {}
-    for folder in sorted((root / _CPUS).glob("cpu[0-9]*")):
+    for folder in sorted((root / CPUS).glob("cpu[0-9]*")):
         text = text_of(folder / "cpu_capacity")
         if text.isdecimal():
             # Threads of one core have the same list.

@@ -8,19 +8,18 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from localinfer.system.files import read_bounded
 from localinfer.system.folders import expand_home, make_private, user_folder
+from localinfer.types import Record
 
 _MOST_KEPT = 8
 _MOST_BYTES = 64 << 10
 _NEW, _TOLD = ".crash.txt", ".told.txt"
 
 
-@dataclass(frozen=True)
-class ReportTarget:
+class ReportTarget(Record):
     """The folder of reports; None for no files."""
 
     folder: Path | None
@@ -32,8 +31,7 @@ class ReportTarget:
         return self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}{_NEW}"
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Record):
     """A report that a crash left behind."""
 
     path: Path

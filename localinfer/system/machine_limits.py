@@ -9,11 +9,11 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from localinfer.system.core_kinds import efficiency_cores
+from localinfer.system.core_kinds import CPUS, efficiency_cores
 from localinfer.system.files import text_of
+from localinfer.types import Record
 
 _NO_LIMIT = 1 << 60
 """Version 1 reports the largest number of pages where no limit was set."""
@@ -25,8 +25,7 @@ _ASSUMED_BYTES = 4 << 30
 """Memory of a machine that says nothing of it."""
 
 
-@dataclass(frozen=True)
-class MemoryLimits:
+class MemoryLimits(Record):
     """Bytes of memory.
 
     total: installed, or the limit of the control group. available: what can be allocated without swapping. swap: what
@@ -49,8 +48,7 @@ class MemoryLimits:
         return f"{byte_text(self.available_bytes)} of {byte_text(self.total_bytes)}{where} are free"
 
 
-@dataclass(frozen=True)
-class ProcessorLimits:
+class ProcessorLimits(Record):
     """Processors of the machine, and the part of them that this process may use."""
 
     physical_cores: int
@@ -81,9 +79,9 @@ def byte_text(num_bytes: int) -> str:
 
 def memory_limits(root: Path = _ROOT) -> MemoryLimits:
     """Memory of the machine and of this process's control group. root: of the file system, for tests."""
-    total, available = _machine_memory()
+    total, available, free_swap = _machine_memory(root)
     # macOS compresses memory and makes swap files when it needs them, so what is installed is what counts.
-    swap = max(0, total - available) if sys.platform == "darwin" else _free_swap()
+    swap = max(0, total - available) if sys.platform == "darwin" else free_swap
     found = MemoryLimits(total, available, swap)
     for limit, used in _memory_groups(root):
         if limit < found.total_bytes or limit - used < found.available_bytes:
@@ -95,7 +93,7 @@ def memory_limits(root: Path = _ROOT) -> MemoryLimits:
 def processor_limits(root: Path = _ROOT) -> ProcessorLimits:
     """Processors of the machine and of this process."""
     threads = os.cpu_count() or 1
-    cores = _physical_cores() or threads
+    cores = _physical_cores(root) or threads
     slow = efficiency_cores(root)
     return ProcessorLimits(cores, threads, allowed_processors(), processor_quota(root), slow if slow < cores else 0)
 
@@ -138,35 +136,40 @@ def has_driver() -> bool:
     return True
 
 
-def _machine_memory() -> tuple[int, int]:
-    """Bytes of memory that are installed, and that are available; of the latter half of it, where that is unknown."""
+def _machine_memory(root: Path) -> tuple[int, int, int]:
+    """Bytes of memory that are installed, that are available (half of it where that is unknown), and of free swap."""
+    words = [line.split() for line in text_of(root / "proc/meminfo").splitlines()]
+    known = {line[0]: int(line[1]) << 10 for line in words if len(line) == 3 and line[1].isdecimal()}
+    total, available, swap = (known.get(f"{name}:", -1) for name in ("MemTotal", "MemAvailable", "SwapFree"))
+    if 0 <= available <= total and swap >= 0:
+        return total, available, swap
+    # Linux says it in a file, which is read in a thousandth of the time that this import takes.
     import psutil
 
+    swap = 0
+    with contextlib.suppress(*_UNREADABLE):
+        swap = int(psutil.swap_memory().free)
     with contextlib.suppress(*_UNREADABLE):
         memory = psutil.virtual_memory()
-        return int(memory.total), int(memory.available)
+        return int(memory.total), int(memory.available), swap
     total, free = _ASSUMED_BYTES, 0
     # Not on Windows, and on some systems without one of the names.
     with contextlib.suppress(AttributeError, OSError, ValueError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return total, max(free, total // 2)
+    return total, max(free, total // 2), swap
 
 
-def _physical_cores() -> int:
+def _physical_cores(root: Path) -> int:
     """Cores of the machine; 0 if unknown."""
+    # Threads of one core have the same list.
+    lists = {text_of(path / "topology/core_cpus_list") for path in (root / CPUS).glob("cpu[0-9]*")}
+    if lists and "" not in lists:
+        return len(lists)
     import psutil
 
     with contextlib.suppress(*_UNREADABLE):
         return int(psutil.cpu_count(logical=False) or 0)
-    return 0
-
-
-def _free_swap() -> int:
-    import psutil
-
-    with contextlib.suppress(*_UNREADABLE):
-        return int(psutil.swap_memory().free)
     return 0
 
 

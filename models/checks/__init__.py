@@ -1,13 +1,13 @@
 """Checks of model files: what each found is a `Finding`."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from localinfer.types import Record
 
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Record):
     """Something about a model that is likely wrong."""
 
     check: str

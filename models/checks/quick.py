@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from localinfer.errors import UnsupportedFormatError
@@ -19,6 +19,7 @@ from localinfer.models.checks.text_checks import check_beginning, check_template
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.models.text.tokenizer import Tokenizer
 from localinfer.quant.checkpoint.model_file import ModelFile
+from localinfer.types import Record
 
 _PART_NAME = re.compile(r"[-_.](?P<number>\d{1,5})-?of-?(?P<count>\d{1,5})(?=\.|$)")
 _TABLES = ("token_embd.weight", "tok_embeddings.weight")
@@ -120,8 +121,7 @@ _TOLERANCE = 0.005
 sizes of Llama 2 7B and 0.8 % more tokens, and another base."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownModel:
+class KnownModel(Record, kw_only=True):
     """A published model: the sizes that it is known by, and the settings of models of these sizes."""
 
     name: str

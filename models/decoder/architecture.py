@@ -1,10 +1,11 @@
 """The record that describes a transformer architecture."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from localinfer.kernels.ops import Activation, Gating, Pairing
 from localinfer.models.decoder.block_config import XieluConfig
+from localinfer.types import Record
 
 
 class Norm(Enum):
@@ -78,8 +79,7 @@ OUTPUT_NAMES = {
 """The matrix that a mixer's result is multiplied by."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftLayers:
+class DraftLayers(Record, kw_only=True):
     """Layers for next-token prediction."""
 
     from_normed: bool = True
@@ -100,8 +100,7 @@ class Blocks(Enum):
     ZAMBA2 = "zamba2"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(Record, kw_only=True):
     """One model family, given the sizes of one model, without what follows from the tensors in a file.
 
     Fields with one entry per layer may be empty for the default in all layers. Norms are names of tensors in a block,

@@ -9,7 +9,6 @@ Others are refused with the reason where their kind is known, else with the near
 """
 
 from collections.abc import Callable, Collection, Mapping
-from difflib import SequenceMatcher
 
 from localinfer.errors import UnsupportedFormatError
 from localinfer.models.decoder.architecture import Architecture
@@ -74,6 +73,9 @@ def spelling(name: str) -> str:
 
 def nearest_names(name: str, known: Collection[str]) -> list[str]:
     """Up to three of the known names that are spelled most like one, the likest first."""
+    # Most models are known by their names.
+    from difflib import SequenceMatcher
+
     wanted = spelling(name)
 
     def likeness(other: str) -> float:

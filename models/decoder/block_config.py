@@ -7,12 +7,12 @@ GGUF keys appear here and in config.py only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 from localinfer.errors import UnsupportedFormatError
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.metadata import MetadataReader
@@ -26,8 +26,7 @@ MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 MIN_BASE, MAX_BASE = 1.0 + 1e-6, 1e18
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
+class RopeConfig(Record, kw_only=True):
     """Rotary position embedding of a file; YaRN is that of arXiv 2309.00071."""
 
     rotary_size: int
@@ -57,8 +56,7 @@ class RopeConfig:
     """False in a few Granite models without positions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
+class ExpertConfig(Record, kw_only=True):
     """Mixture-of-experts sizes; None if the file leaves the choice to the architecture."""
 
     num_experts: int
@@ -76,8 +74,7 @@ class ExpertConfig:
     """SparseMixer's margin, None for the other ways."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentConfig:
+class LatentConfig(Record, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one decompressed head, and the latents.
 
     is_absorbed: whether the latent is what is cached; else every head has keys and values of its own, made from it.
@@ -92,8 +89,7 @@ class LatentConfig:
     norm_epsilon: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class XieluConfig:
+class XieluConfig(Record, kw_only=True):
     """One layer's learned activation (arXiv 2411.13010), as a file has it."""
 
     alpha_positive: float
@@ -257,8 +253,7 @@ _WITHOUT_LOOKUP = ("gemma-embedding2",)
 _INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexerConfig:
+class IndexerConfig(Record, kw_only=True):
     """Sparse attention: an indexer chooses positions or blocks of them (DeepSeek-V3.2, arXiv 2512.02556, section 2)."""
 
     layers: tuple[bool, ...]
@@ -493,8 +488,7 @@ KIMI_DELTA = ("bailingmoe3", "kimi-linear")
 """Architectures with Kimi delta attention."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class RecurrentConfig(Record, kw_only=True):
     """Sizes of recurrent layers; 0 for what a model's kind of layer does not have."""
 
     layers: tuple[bool, ...]

@@ -5,12 +5,13 @@ Keys and defaults: the GGUF specification (https://github.com/ggml-org/ggml/blob
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.models.decoder import block_config as blocks
 from localinfer.models.decoder.block_config import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH
 from localinfer.models.decoder.metadata import MetadataReader, shown
+from localinfer.types import Record
 
 BIDIRECTIONAL = frozenset(
     "bert clip-text colpali colqwen2 deberta-v2 eurobert gemma-embedding gemma-embedding2 gte jina-bert-v2"
@@ -25,8 +26,7 @@ _MAX_VOCABULARY = 1 << 20
 """Sampling weights of tokens are multiples of 2^-43, summed in 63 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Record, kw_only=True):
     """The hyperparameters of a model. Tuples have one entry per layer; a scale of None is not in the file."""
 
     architecture: str

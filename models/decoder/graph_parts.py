@@ -10,6 +10,7 @@ from itertools import groupby
 from localinfer.kernels import ops
 from localinfer.kernels.ops import Buffer, KVLayerShape, Matmul, Op, OpGraph, Projection, StageBoundary
 from localinfer.kernels.program import PlacedStage
+from localinfer.types import Record
 
 
 def buffers_of(record: Op | Projection) -> Iterator[Buffer]:
@@ -67,8 +68,7 @@ def is_whole(op: Op) -> bool:
     return not isinstance(op, ops.CopyHeads | ops.HeadMatmul | ops.EmbedPositions | ops.EmbedMedia)
 
 
-@dataclass(frozen=True)
-class CutGraph:
+class CutGraph(Record):
     """The graph of each part, and the stages in the order in which they run."""
 
     graphs: tuple[OpGraph, ...]

@@ -1,11 +1,12 @@
 """Options in place of a file's rotary position embedding, and the metadata that they stand for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from numbers import Integral, Real
 
 from localinfer.errors import RequestError
 from localinfer.models.decoder.block_config import MAX_BASE, MAX_CONTEXT, MAX_SCALE, MIN_BASE, MIN_SCALE
+from localinfer.types import Record
 
 SCALINGS = ("none", "linear", "yarn")
 _YARN_KEYS = {
@@ -16,8 +17,7 @@ _YARN_KEYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeOptions:
+class RopeOptions(Record, kw_only=True):
     """Rotary position embedding in place of the file's; None keeps the file's setting."""
 
     scaling: str | None = None

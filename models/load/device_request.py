@@ -6,14 +6,13 @@ What only a model on GPUs needs (`devices`, `placement`, `pipeline`) is imported
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from localinfer.errors import BackendUnavailableError, LocalinferError, RequestError, UnsupportedFormatError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.models.decoder.config import ModelConfig
 from localinfer.system.machine_limits import has_driver
-from localinfer.types import is_finite_number
+from localinfer.types import Record, is_finite_number
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,7 @@ USUAL_TOKENS = 8192
 _GPU = re.compile(r"cuda:(\d{1,3})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceRequest:
+class DeviceRequest(Record, kw_only=True):
     """Options of `load` that say where a model runs."""
 
     device: str = "cpu"

@@ -57,7 +57,7 @@ from localinfer.models.text.vocabulary import TOKEN_TYPES_KEY
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import GGUFFile, read_gguf
 from localinfer.system.machine_limits import processor_limits
-from localinfer.types import ProgressCallback
+from localinfer.types import ProgressCallback, Record
 
 if TYPE_CHECKING:
     from localinfer.kernels.cuda.device import CudaDevice
@@ -98,8 +98,7 @@ SHARED_KERNELS: Sequence[Kernel] = (
 """Kernels that every model needs beside those of its tape."""
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(Record):
     """A loaded model."""
 
     config: ModelConfig
@@ -242,8 +241,7 @@ class OpenModel:
             self.assistant.file.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuildOptions:
+class BuildOptions(Record, kw_only=True):
     """Options of a model's threads and checks."""
 
     threads: int | None = None

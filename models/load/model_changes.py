@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from localinfer.models.decoder.rope_options import RopeOptions, rope_metadata
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.gguf.reader import SingleValue
 from localinfer.system.folders import expand_home
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.models.checkpoint.model import CheckpointModel
@@ -24,12 +25,11 @@ logger = logging.getLogger(__name__)
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_TEMPLATE_BYTES = 1 << 20
-_TYPED = re.compile(r"(int|float|bool|str):(.*)", re.DOTALL)
-_WHOLE_NUMBER = re.compile(r"[+-]?\d{1,40}")
+_TYPED = r"(?s)(int|float|bool|str):(.*)"
+_WHOLE_NUMBER = r"[+-]?\d{1,40}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelChanges:
+class ModelChanges(Record, kw_only=True):
     """Settings in place of those of a model's file."""
 
     overrides: Mapping[str, SingleValue] = field(default_factory=lambda: MappingProxyType({}))
@@ -117,14 +117,14 @@ def parse_override(text: str) -> tuple[str, SingleValue]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise RequestError(f"{text!r:.80} is not a setting; give KEY=VALUE, such as llama.rope.freq_base=1e6")
-    typed = _TYPED.fullmatch(value)
+    typed = re.fullmatch(_TYPED, value)
     kind, value = typed.groups() if typed else ("", value)
     try:
         if kind == "str":
             return key, value
         if kind in ("bool", "") and value in ("true", "false"):
             return key, value == "true"
-        if kind in ("int", "") and _WHOLE_NUMBER.fullmatch(value):
+        if kind in ("int", "") and re.fullmatch(_WHOLE_NUMBER, value):
             return key, int(value)
         if kind in ("float", ""):
             return key, float(value)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,13 +20,12 @@ from localinfer.models.decoder.decoder import kv_layer_shapes, state_shapes, wri
 from localinfer.models.load.threads import choose_decode_threads
 from localinfer.models.load.weights import CpuWeights
 from localinfer.quant.checkpoint.model_file import ModelFile
-from localinfer.types import ProgressCallback
+from localinfer.types import ProgressCallback, Record
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(Record):
     """The parts from which a program is written on any device."""
 
     config: ModelConfig
@@ -55,8 +54,7 @@ GraphWriter = Callable[[WeightSource, Sequence[KVLayerShape] | None, list[int]],
 """Writes a graph of some weights and layers of the cache; the list gets the `marks` of `write_decoder`."""
 
 
-@dataclass(frozen=True)
-class GpuModel:
+class GpuModel(Record):
     """A model's program on GPUs, the layout of its cache, and a function that writes a further program over the same
     weights and cache, of a graph and a number of rows, all of which may be output rows; one of them runs at a time."""
 

@@ -8,11 +8,9 @@ import contextlib
 import hashlib
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +26,7 @@ from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import Batch, Program, Segment, StateStep
 from localinfer.system.files import read_bounded, write_all, write_atomically
 from localinfer.system.machine_limits import processor_limits
-from localinfer.types import ProgressCallback, UnitsCallback
+from localinfer.types import ProgressCallback, Record, UnitsCallback
 
 _OFTEN_SECONDS = 0.02
 _QUICK_PASS_SECONDS = 0.05
@@ -99,8 +97,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 600.0, 24 * 3600.0
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True)
-class Timings(Generic[Key]):
+class Timings(Record, Generic[Key]):
     """Times of several computations."""
 
     seconds: dict[Key, float]
@@ -172,6 +169,9 @@ def time_in_turns(
 
     told: called before every run that is timed, with the runs done and those planned.
     """
+    # Most starts find what another one has measured.
+    import statistics
+
     now, others = time.perf_counter, OtherLoad()
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     began = now()

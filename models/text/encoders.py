@@ -11,7 +11,6 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, groupby, pairwise
@@ -21,6 +20,7 @@ from weakref import WeakMethod
 from localinfer.errors import TokenizerError
 from localinfer.models.text.known_vocabularies import KnownVocabulary
 from localinfer.system.pieces import pieces
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.models.text.long_text import LongTextSplitter, SymbolTable
@@ -555,7 +555,7 @@ class WordPieceEncoder(SubwordEncoder):
                 spaced.append(" ")
             elif character == "\ufffd" or category in dropped:
                 continue
-            elif category[0] == "P" or (category[0] == "S" and character < "\x7f") or _IDEOGRAPH.match(character):
+            elif category[0] == "P" or (category[0] == "S" and character < "\x7f") or _is_ideograph(character):
                 spaced.append(f" {character} ")
             else:
                 spaced.append(character)
@@ -565,19 +565,22 @@ class WordPieceEncoder(SubwordEncoder):
 
 
 _ASCII_SPACE = re.compile(r"[ \t\n\r]")
-# What BERT treats as a word of its own.
-_IDEOGRAPH = re.compile(
+_IDEOGRAPHS = (
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b920-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
+
+
+def _is_ideograph(character: str) -> bool:
+    """True for what BERT treats as a word of its own."""
+    return character >= "\u3400" and re.match(_IDEOGRAPHS, character) is not None
 
 
 class TokenizerWarning(UserWarning):
     """The tokenizer works, but may not be the one the model was trained with."""
 
 
-@dataclass(frozen=True)
-class DigitGroups:
+class DigitGroups(Record):
     """A step that cuts every run of digits matching `pattern` into threes, counted from its end.
 
     A regular expression can say the same with a look-ahead over the rest of the run, but then takes
@@ -587,8 +590,7 @@ class DigitGroups:
     pattern: str
 
 
-@dataclass(frozen=True)
-class PreTokenizerRule:
+class PreTokenizerRule(Record):
     """Word splitting of one family of vocabularies.
 
     A word that is a token as a whole skips the merges where `ignores_merges` holds. Where `is_raw`

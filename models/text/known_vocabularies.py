@@ -6,13 +6,13 @@ each model. Models that were trained further may have more tokens, and have the 
 
 import hashlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+
+from localinfer.types import Record
 
 _SAMPLES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownVocabulary:
+class KnownVocabulary(Record, kw_only=True):
     """The tokenizer settings that models with one published vocabulary were trained with."""
 
     owner: str

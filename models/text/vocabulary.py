@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -19,7 +18,7 @@ from localinfer.errors import TokenizerError
 from localinfer.models.text.encoders import PRE_TOKENIZERS
 from localinfer.models.text.known_vocabularies import KnownVocabulary, known_vocabulary
 from localinfer.system.pieces import last_places, pieces
-from localinfer.types import UnitsCallback
+from localinfer.types import Record, UnitsCallback
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,8 +110,7 @@ class TokenType(IntEnum):
 _TYPE_BY_TEXT = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": TokenType.CONTROL}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class Vocabulary(Record, kw_only=True):
     """Tokens and rules of one model file.
 
     `ids` maps the text of each token that text may turn into; `special_ids` that of the control and unknown tokens,

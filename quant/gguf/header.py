@@ -21,6 +21,7 @@ from localinfer.errors import CorruptFileError, UnsupportedFormatError
 from localinfer.quant.formats.types import TensorRecord, block_size, tensor_type
 from localinfer.quant.gguf.mapped_file import MappedFile
 from localinfer.system.pieces import PIECE, give_way
+from localinfer.types import Record
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS = 1 << 16
@@ -76,8 +77,7 @@ _ARRAY_TYPES: dict[str, tuple[ValueType, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StoredValue:
+class StoredValue(Record):
     """Position of one metadata value in its file: bytes `start` up to `end`.
 
     `type` is the type of the value, or of the elements of an array; `count` is None unless the
@@ -106,8 +106,7 @@ class TensorInfo(TensorRecord):
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFHeader:
+class GGUFHeader(Record):
     """Everything before the tensor data of one GGUF file."""
 
     version: int

@@ -8,7 +8,6 @@ import stat
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from localinfer.errors import ClosedError, CorruptFileError, ModelFileError
 from localinfer.kernels.address_space import shortage
-from localinfer.types import Closing
+from localinfer.types import Closing, Record
 
 
 class MappedFile(Closing):
@@ -177,8 +176,7 @@ def _is_same(status: os.stat_result, before: os.stat_result) -> bool:
     return (status.st_size, status.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-@dataclass(frozen=True)
-class FileStretch:
+class FileStretch(Record):
     """Bytes `start` to `end` of a file: a tensor, as it lies there."""
 
     file: MappedFile

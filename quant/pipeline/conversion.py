@@ -6,7 +6,6 @@ the CPU, so every function takes the layouts that a device reads.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from localinfer.quant.formats.types import (
     unpack_codes,
     unpack_signed_scales,
 )
+from localinfer.types import Record
 
 Fields = dict[str, NDArray[Any]]
 
@@ -34,8 +34,7 @@ WEIGHTS_PER_CHUNK = 1 << 20
 _OWN_LAYOUTS = {TensorType[layout.name]: layout for layout in GGUF_LAYOUTS}
 
 
-@dataclass(frozen=True)
-class _Conversion:
+class _Conversion(Record):
     """Change of a type: its layout, the writer of that layout's blocks, and the rounding of weights."""
 
     layout: Layout

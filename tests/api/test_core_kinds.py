@@ -102,7 +102,8 @@ def test_a_machine_says_its_performance_cores_where_others_are_slower(
     found = machine_limits.processor_limits(arm64(tmp_path, [400] * 5 + [1024] * 3))
     assert (found.physical_cores, found.performance_cores, found.efficiency_cores) == (8, 3, 5)
     assert machine_limits.core_text(found.performance_cores, found.efficiency_cores) == "3 P + 5 E"
-    # A container that sees more cores in /sys than it has.
+    # A container that sees the speeds of more cores in /sys than it has.
+    (tmp_path / "sys/devices/system/cpu/cpu0/topology/core_cpus_list").unlink()
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 4)
     found = machine_limits.processor_limits(tmp_path)
     assert (found.physical_cores, found.performance_cores, found.efficiency_cores) == (4, 0, 0)

@@ -39,6 +39,18 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
     assert processor_quota(tmp_path) is None
 
 
+def test_linux_says_memory_and_cores_in_files(tmp_path: Path) -> None:
+    wanted = psutil.swap_memory().free
+    lines = "MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 5000000 kB\nSwapFree: 300 kB\nHugePages_Total: 7\n"
+    siblings = {f"sys/devices/system/cpu/cpu{index}/topology/core_cpus_list": f"{index % 3},3" for index in range(6)}
+    root = write(tmp_path, {"proc/meminfo": lines} | siblings)
+    assert memory_limits(root) == MemoryLimits(16_000_000 << 10, 5_000_000 << 10, 300 << 10)
+    assert processor_limits(root).physical_cores == 3
+    # Before Linux 3.14 it did not say how much is available; nothing is made up here.
+    write(root, {"proc/meminfo": lines.replace("MemAvailable", "Cached")})
+    assert memory_limits(root) == MemoryLimits(64 * GB, 40 * GB, wanted)
+
+
 def test_version_2_counts_the_least_of_all_groups_above(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/user.slice/job"
     root = write(

@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -22,6 +21,7 @@ from localinfer.errors import ClosedError, OutOfMemoryError
 from localinfer.kernels.cpu import guard
 from localinfer.kernels.kv_layout import DevicePages, KVLayout
 from localinfer.system.machine_limits import memory_limits
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.engine.cache.sequence import SequenceCache
@@ -224,8 +224,7 @@ class SharedSlots:
         self._counts.clear()
 
 
-@dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(Record):
     """Rule of the sliding-window blocks that a sequence still needs, shared by sequences, tree and disk.
 
     Layers with a sliding window see the last `tokens` positions only, so their block of a page is needed no more once

@@ -4,7 +4,6 @@ It combines the page pool, the prefix tree and, if there is one, a tier below (d
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from localinfer.engine.media import PlacedMedia
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import KVLayout
 from localinfer.kernels.program import StatefulProgram
-from localinfer.types import TokenIds
+from localinfer.types import Record, TokenIds
 
 if TYPE_CHECKING:
     from localinfer.models.load.loader import Model
@@ -28,8 +27,7 @@ _SHOWN_TOKENS = 8
 """Token ids kept on each side of the first one that differs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheHints:
+class CacheHints(Record, kw_only=True):
     """Hints for caching a generation's ids."""
 
     system_tokens: int = 0

@@ -10,7 +10,6 @@ approximation: what is computed after a page was dropped is not what the model s
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from localinfer.engine.cache.sequence_state import BEGINNING, NO_SLOT, SequenceS
 from localinfer.engine.media import PlacedMedia
 from localinfer.errors import ClosedError, ContextLengthError, OutOfMemoryError, RequestError
 from localinfer.kernels.program import Batch, Segment
+from localinfer.types import Record
 
 _NO_PAGES = np.zeros(0, np.int64)
 Results = TypeVar("Results")
@@ -29,8 +29,7 @@ LEAST_KV_WINDOW = 128
 """Below this there is no page between the first and the recent ones."""
 
 
-@dataclass(frozen=True)
-class KVEviction:
+class KVEviction(Record):
     """Bound of the positions that a sequence holds between two batches: at most `tokens`, in whole pages."""
 
     tokens: int

@@ -18,10 +18,10 @@ from localinfer.engine.cache.block_pool import PagePool
 from localinfer.errors import OutOfMemoryError
 from localinfer.kernels.kv_layout import LOG_ROWS
 from localinfer.kernels.program import StateStep
+from localinfer.types import Record
 
 
-@dataclass(frozen=True)
-class SnapshotPolicy:
+class SnapshotPolicy(Record):
     """Number of states that are kept."""
 
     grid_tokens: int = 512

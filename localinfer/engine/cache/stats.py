@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from localinfer.engine.cache.block_hashes import common_length
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.models.text.tokenizer import Tokenizer
@@ -24,8 +25,7 @@ there is no snapshot of the states of the model's recurrent layers. foreign: it 
 or kv_type. media: the text parts from the cached one at a picture or sound."""
 
 
-@dataclass(frozen=True)
-class CacheMiss:
+class CacheMiss(Record):
     """The first position where a prompt was not found, and the cause."""
 
     cause: CacheMissCause
@@ -133,8 +133,7 @@ class CacheCounters:
     """Sequences that resumed from a snapshot of recurrent states."""
 
 
-@dataclass(frozen=True)
-class SnapshotStats:
+class SnapshotStats(Record):
     """Snapshots of recurrent states in memory: how many, those on the grid, and bytes of both; and how many were taken,
     evicted, and resumed from since the model was loaded."""
 

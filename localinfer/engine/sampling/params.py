@@ -8,12 +8,12 @@ the command line with help, and the server's field. `SamplingOptions` gives its 
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, TypedDict
 
 from localinfer.arguments import check_number
 from localinfer.errors import RequestError
-from localinfer.types import is_finite_number
+from localinfer.types import Record, is_finite_number
 
 MAX_LOGPROBS = 100
 """Most alternatives per token."""
@@ -22,8 +22,7 @@ MAX_SEED = 2**64 - 1
 _MAX_BIAS = 1000.0
 
 
-@dataclass(frozen=True)
-class NumberOption:
+class NumberOption(Record):
     """A numeric sampling option."""
 
     kind: type[float] | type[int]
@@ -55,8 +54,7 @@ def _whole(default: int, least: int, most: float, metavar: str, help: str, hint:
     return field(default=default, metadata={"option": option})
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Record, kw_only=True):
     """Options of the sampler, checked when they are made. The order of the steps is in `sampling`.
 
     Raises: RequestError naming the value and its range.
@@ -246,8 +244,7 @@ def _check_id(field: str, token_id: object) -> None:
     check_number(f"a token id of {field}", token_id, 0, hint="see tokenizer.encode", field=field)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenRules:
+class TokenRules(Record, kw_only=True):
     """Rules about single tokens of one generation; see `mask.rules_mask`."""
 
     allowed_ids: Collection[int] | None = None

@@ -5,7 +5,7 @@ model gets its share of it. So the limit holds while texts are generated: the ca
 `kv_window` bounds each text's share by a window (`planned_window`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localinfer.engine.cache.sequence import KVEviction
@@ -13,6 +13,7 @@ from localinfer.errors import OutOfMemoryError, RequestError
 from localinfer.loading.memory.plan import LEAST_CONTEXT, MemoryPlan
 from localinfer.models.decoder.architectures import find_architecture
 from localinfer.system.machine_limits import MemoryLimits, byte_text
+from localinfer.types import Record
 
 if TYPE_CHECKING:
     from localinfer.models.decoder.config import ModelConfig
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from localinfer.models.load.placement import DevicePlacement
 
 
-@dataclass(frozen=True)
-class KVBudget:
+class KVBudget(Record):
     """The context length of a model, and the most bytes of keys and values: its own, and a draft model's.
 
     None leaves those to the machine. host_kv_memory: of a model on GPUs, the part of them in main memory.

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from localinfer.engine.cache.block_pool import context_bytes
 from localinfer.engine.media import DEFAULT_EMBEDDING_BYTES
@@ -36,7 +36,7 @@ from localinfer.models.load.weights import named_tensor
 from localinfer.quant.checkpoint.model_file import ModelFile
 from localinfer.quant.pipeline.conversion import layout_of, runs_directly
 from localinfer.system.machine_limits import MemoryLimits, byte_text
-from localinfer.types import FloatArray
+from localinfer.types import FloatArray, Record
 
 _TABLE_BYTES = 32 << 20
 """Of an embedding table whose rows are read on demand: those of some thousand different tokens."""
@@ -120,8 +120,7 @@ _FIXED_BYTES = 24 << 20
 """Compiled kernels, threads, tables of the chat template."""
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(Record):
     """Bytes that a model takes on the CPU."""
 
     name: str
