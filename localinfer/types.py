@@ -1,22 +1,12 @@
 """Types that many packages use; those of arrays import NumPy where they are asked for."""
 
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from pathlib import Path
 from reprlib import recursive_repr
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    Self,
-    SupportsIndex,
-    TypeGuard,
-    dataclass_transform,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Self, SupportsIndex, TypeGuard
 
 from localinfer.errors import RequestError
 
@@ -52,7 +42,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Record:
     """Base class of frozen dataclasses that inherit every method but `__init__`.
 
@@ -60,7 +50,8 @@ class Record:
     every step is a `dataclass`, since fields are set in Python here.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls, *, kw_only: bool = False) -> None:
         super().__init_subclass__()

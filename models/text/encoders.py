@@ -555,7 +555,7 @@ class WordPieceEncoder(SubwordEncoder):
                 spaced.append(" ")
             elif character == "\ufffd" or category in dropped:
                 continue
-            elif category[0] == "P" or (category[0] == "S" and character < "\x7f") or _is_ideograph(character):
+            elif category[0] == "P" or (category[0] == "S" and character < "\x7f") or _IDEOGRAPH.match(character):
                 spaced.append(f" {character} ")
             else:
                 spaced.append(character)
@@ -565,15 +565,11 @@ class WordPieceEncoder(SubwordEncoder):
 
 
 _ASCII_SPACE = re.compile(r"[ \t\n\r]")
-_IDEOGRAPHS = (
+# What BERT treats as a word of its own.
+_IDEOGRAPH = re.compile(
     "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b920-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
-
-
-def _is_ideograph(character: str) -> bool:
-    """True for what BERT treats as a word of its own."""
-    return character >= "\u3400" and re.match(_IDEOGRAPHS, character) is not None
 
 
 class TokenizerWarning(UserWarning):

@@ -200,7 +200,7 @@ def explained_above() -> list[str]:
     found = []
     for module, node in _classes():
         is_record = any("dataclass" in ast.unparse(one) for one in node.decorator_list)
-        is_record |= any(ast.unparse(base) == "NamedTuple" for base in node.bases)
+        is_record |= any(ast.unparse(base) in ("NamedTuple", "Record", "OpRecord") for base in node.bases)
         fields = [
             one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
         ]
