@@ -1,7 +1,7 @@
 """The decorators of CUDA kernel sources, and their compilation to PTX.
 
-Besides the sources, only this module imports numba.cuda. Its front end makes LLVM IR, and llvmlite's LLVM compiles it
-to PTX: the code is the same on every machine, and compiling needs neither a GPU nor the CUDA toolkit.
+Besides the sources, only this module and `front_end` import numba.cuda. Its front end makes LLVM IR, and llvmlite's
+LLVM compiles it to PTX: the code is the same on every machine, and compiling needs neither a GPU nor the CUDA toolkit.
 """
 
 import contextlib
@@ -14,19 +14,15 @@ from typing import Any
 
 from llvmlite import binding as llvm
 from numba import types
-from numba.cuda import compiler
 from numba.cuda.core.compiler_lock import global_compiler_lock
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.dispatcher import CUDADispatcher
 
+from localinfer.kernels.cuda import front_end
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY
 from localinfer.kernels.cuda.kernel_cache import entry_name
 
 _KINDS = {"q": types.int64, "f": types.float32}
-
-_IR_TARGET = (10, 0)
-"""From this architecture on the front end writes opaque pointers, which LLVM needs; nothing else in the IR depends on
-it."""
 
 _LEAST_CAPABILITY = (7, 5)
 
@@ -87,9 +83,7 @@ class DeviceFunction(CUDADispatcher):  # type: ignore[misc]
 
     def compile_device(self, args: tuple[Any, ...], return_type: Any = None) -> Any:
         if args not in self.overloads:
-            result = compiler.compile_cuda(
-                self.py_func, return_type, args, nvvm_options={"opt": 3, "fastmath": False}, cc=_IR_TARGET
-            )
+            result = front_end.compiled(self.py_func, return_type, args)
             self.overloads[args] = result
             result.target_context.insert_user_function(result.entry_point, result.fndesc, [result.library])
         return self.overloads[args]
@@ -116,45 +110,49 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     """Optimised LLVM IR of a kernel, the same for every GPU."""
     source = find_template(name)
     made = source.make(*constants)
-    signature = types.void(*map(_type_of, source.parameters_of(made), source.is_tuple(made)))
-    with global_compiler_lock, _operators_typed_once():
-        library, _ = compiler._compile_pyfunc_with_fixup(
-            made, signature, device=False, cc=_IR_TARGET, abi="numba", abi_info=None
-        )
-    texts = library.llvm_strs
-    entries = re.findall(r'@"([^"]+)", !"kernel"', "\n".join(texts))
+    with global_compiler_lock, _typed_once():
+        library = front_end.kernel_library(made, [*map(_type_of, source.parameters_of(made), source.is_tuple(made))])
+    own, *others = [one.text for one in library.reached()]
+    entries = re.findall(r'@"([^"]+)", !"kernel"', own)
     assert len(entries) == 1, f"{name} has {len(entries)} entries"
     entry = entry_name((name, constants))
-    prepared = [_unroll(_convergent(_without_used(text))) for text in texts]
-    return _optimised([text.replace(f'@"{entries[0]}"', f"@{entry}") for text in prepared], entry)
+    return _optimised([own.replace(f'@"{entries[0]}"', f"@{entry}"), *others], entry)
 
 
-_operators: dict[Any, Any] = {}
+_calls: dict[Any, Any] = {}
+_functions: dict[Any, Any] = {}
 
 
 @contextlib.contextmanager
-def _operators_typed_once() -> Iterator[None]:
-    """Types an operator on the same kinds of numbers as before, instead of trying those of whole arrays again.
+def _typed_once() -> Iterator[None]:
+    """Types a function, and its call on the same kinds of numbers, as before.
 
-    This takes a sixth of the front end's time.
+    Otherwise operators of whole arrays are tried every time, which takes a fifth of the front end's time.
     """
     context = cuda_target.typing_context
-    resolve = context.resolve_function_type
+    resolve, resolve_value = context.resolve_function_type, context.resolve_value_type
 
     def known(function: Any, arguments: Any, named: Any) -> Any:
-        is_operator = getattr(getattr(function, "typing_key", None), "__module__", "") == "_operator" and not named
-        if not is_operator or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
+        is_simple = getattr(function, "__module__", "") == "_operator" or isinstance(function, types.Function)
+        if named or not is_simple or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
             return resolve(function, arguments, named)
         key = (function, tuple(arguments))
-        if key not in _operators:
-            _operators[key] = resolve(function, arguments, named)
-        return _operators[key]
+        if key not in _calls:
+            _calls[key] = resolve(function, arguments, named)
+        return _calls[key]
 
-    context.resolve_function_type = known
+    def known_value(value: Any) -> Any:
+        if not callable(value):
+            return resolve_value(value)
+        if value not in _functions:
+            _functions[value] = resolve_value(value)
+        return _functions[value]
+
+    context.resolve_function_type, context.resolve_value_type = known, known_value
     try:
         yield
     finally:
-        del context.resolve_function_type
+        del context.resolve_function_type, context.resolve_value_type
 
 
 def _type_of(kinds: str, is_tuple: bool) -> Any:
@@ -167,69 +165,6 @@ def find_template(name: str) -> KernelTemplate:
     source = getattr(importlib.import_module(f"localinfer.kernels.cuda.compiled.{module_name}"), function_name)
     assert isinstance(source, KernelTemplate), f"{name} is decorated with template"
     return source
-
-
-def _without_used(text: str) -> str:
-    """Drop `llvm.used`, which keeps inlined functions, and host-side records."""
-    return re.sub(r'(?m)^@"?llvm\.used"?\s*=.*$', "", text)
-
-
-def _convergent(text: str) -> str:
-    """Mark every function convergent, because it may have a barrier: calls must not be duplicated into branches."""
-    return re.sub(r"(?m)^((?:define|declare) .*\))", r"\1 convergent", text)
-
-
-_LABEL = re.compile(r'^"?([^\s":]+)"?:')
-_TARGET = re.compile(r'label %"?([^\s",]+)"?')
-
-
-def _unroll(text: str) -> str:
-    """Make LLVM unroll every `for` loop fully, so that arrays indexed in them are in registers.
-
-    Loops with a count unknown at compile time are written with `while`. Those end in a branch back if a condition
-    holds; marked, LLVM would warn of most. A `for` branches back unconditionally, or at the end of an inner `for`.
-    Branches to blocks that are written before theirs are marked besides: without them a few loops stay.
-    """
-    lines: list[str] = []
-    loops: list[str] = []
-    for function in re.split(r"(?m)^(?=define )", text):
-        backwards, seen, block = _back_edges(function), set[str](), ""
-        for line in function.splitlines():
-            label = _LABEL.match(line)
-            if label:
-                block = label[1]
-                seen.add(block)
-            targets = _TARGET.findall(line) if line.startswith("  br ") else []
-            is_while = bool(targets) and len(targets) == 2 and (block, targets[0]) in backwards
-            if targets and targets[-1] in seen and not is_while and "!llvm.loop" not in line:
-                number = 900000 + len(loops)
-                loops.append(f"!{number} = distinct !{{ !{number}, !899999 }}")
-                line = f"{line}, !llvm.loop !{number}"
-            lines.append(line)
-    return "\n".join([*lines, '!899999 = !{ !"llvm.loop.unroll.full" }', *loops])
-
-
-def _back_edges(function: str) -> set[tuple[str, str]]:
-    """Branches of a function's LLVM IR, as pairs of block and target, from within a loop to its first block."""
-    targets: dict[str, list[str]] = {}
-    for line in function.splitlines():
-        label = _LABEL.match(line)
-        if label:
-            targets[block := label[1]] = []
-        elif targets:
-            targets[block] += _TARGET.findall(line)
-    found: set[tuple[str, str]] = set()
-    path, seen = list(targets)[:1], set(list(targets)[:1])
-    while path:
-        block = path[-1]
-        if not targets[block]:
-            path.pop()
-        elif (target := targets[block].pop()) in path:
-            found.add((block, target))
-        elif target not in seen:
-            seen.add(target)
-            path.append(target)
-    return found
 
 
 def _optimised(texts: Sequence[str], entry: str) -> str:

@@ -21,8 +21,11 @@ from tests.support.samples import one_of_each
 
 pytest.importorskip("numba_cuda", reason="CUDA kernels are compiled by numba-cuda, which is not installed")
 
-from localinfer.kernels.cuda import jit, kernel_cache
-from localinfer.kernels.cuda.compiled import matmul, rows
+from numba.cuda.codegen import JITCUDACodegen
+from numba.cuda.compiler import CUDACompiler
+
+from localinfer.kernels.cuda import front_end, jit, kernel_cache
+from localinfer.kernels.cuda.compiled import matmul, reductions, rows, sampling
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY, Launch, overlapping_launch, parameter_kinds
 
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
@@ -224,12 +227,21 @@ def test_what_a_kernel_is_called_with_is_read_off_its_ptx() -> None:
     assert parameter_kinds(ptx) == tuple(wanted[kind] for kind in kinds)
 
 
-def test_operators_that_are_typed_once_make_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["rows.norm", "sampling.find_heads"])
+def test_kernels_are_what_all_passes_of_numba_cuda_make_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of loops, shared arrays and functions that others call, with the types of operators found anew."""
+    constants = {"rows.norm": (rows.RMS, 32, 1, 4, 1), "sampling.find_heads": (64,)}[name]
     monkeypatch.setattr(jit, "kernel_ir", jit.kernel_ir.__wrapped__)
-    once = jit.compile_ptx("rows.rope", (), (9, 0))
-    assert jit._operators
-    monkeypatch.setattr(jit, "_operators_typed_once", contextlib.nullcontext)
-    assert jit.compile_ptx("rows.rope", (), (9, 0)) == once
+    ours = jit.compile_ptx(name, constants, (9, 0))
+    called = [one for module in (reductions, rows, sampling) for one in vars(module).values()]
+    for function in {one for one in called if isinstance(one, jit.DeviceFunction)}:
+        monkeypatch.setattr(function, "overloads", {})
+    monkeypatch.setattr(jit, "_typed_once", contextlib.nullcontext)
+    monkeypatch.setattr(front_end, "_Compiler", CUDACompiler)
+    monkeypatch.setattr(JITCUDACodegen, "_library_class", front_end.Library)
+    # Shared arrays are numbered in the order of compilation.
+    numbers = r"(?<=smem_)\d+"
+    assert re.sub(numbers, "", jit.compile_ptx(name, constants, (9, 0))) == re.sub(numbers, "", ours)
 
 
 def test_many_kernels_are_compiled_by_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
