@@ -73,7 +73,7 @@ def test_what_the_last_block_makes_is_the_sources(order: int, monkeypatch: pytes
         device.run([quantize_launch(put(inputs), 256, given, 64, 1)])
         both = [Slot(upload(device, Layout.Q4_0, data, 1, 64, 64), out[0], 1536) for data in weights]
         attended = device.memory.view(*out).copy()
-        device.run(list(scalar_gemm((0, 0), given, both, 1, 0, joined)))
+        device.run(list(scalar_gemm((0, 0), given, both, 1, 0, joined, prefetches=True)))
         sizes = [(pages[8], page.size), (into.codes, 384), (into.records, 96), (joined.codes, 64), (joined.records, 16)]
         return [attended, *(device.memory.view(place, size).copy() for place, size in sizes)]
 
