@@ -22,14 +22,14 @@ from numba.cuda.descriptor import cuda_target
 from numba.cuda.flags import CUDAFlags
 
 
-class Library(codegen.CUDACodeLibrary):  # type: ignore[misc]
+class FunctionLibrary(codegen.CUDACodeLibrary):  # type: ignore[misc]
     """The IR of one function, and the libraries of the functions that it calls, in the order of calls."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._linking_libraries: dict[Library, None] = {}
+        self._linking_libraries: dict[FunctionLibrary, None] = {}
 
-    def add_linking_library(self, library: "Library") -> None:
+    def add_linking_library(self, library: "FunctionLibrary") -> None:
         """Note a function that this one calls."""
         self._linking_libraries[library] = None
 
@@ -42,7 +42,7 @@ class Library(codegen.CUDACodeLibrary):  # type: ignore[misc]
         """LLVM's IR of the function itself, whose loops are to be unrolled."""
         return _unroll(_convergent(_without_used(str(self._module))))
 
-    def reached(self) -> Iterator["Library"]:
+    def reached(self) -> Iterator["FunctionLibrary"]:
         """This library and all that it needs, each once."""
         found = {self: None}
         waiting = [self]
@@ -101,7 +101,7 @@ def _strip_phis(state: Any) -> None:
 
 
 def _create_library(state: Any) -> None:
-    state.library = Library(state.targetctx.codegen(), state.func_id.func_qualname)
+    state.library = FunctionLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
 
 
 def _instance(kind: Any) -> Any:
@@ -173,11 +173,11 @@ def compiled(function: Callable[..., Any], result: Any, arguments: tuple[Any, ..
     return found
 
 
-def kernel_library(function: Callable[..., None], arguments: list[Any]) -> Library:
+def kernel_library(function: Callable[..., None], arguments: list[Any]) -> FunctionLibrary:
     """The library of a kernel with these types of arguments, whose entry is marked as one."""
     made = compiled(function, types.void, tuple(arguments))
     compiler.kernel_fixup(made.library.get_function(made.fndesc.llvm_func_name), debug=False)
-    library: Library = made.library
+    library: FunctionLibrary = made.library
     return library
 
 

@@ -238,7 +238,7 @@ def test_kernels_are_what_all_passes_of_numba_cuda_make_of_them(name: str, monke
         monkeypatch.setattr(function, "overloads", {})
     monkeypatch.setattr(jit, "_typed_once", contextlib.nullcontext)
     monkeypatch.setattr(front_end, "_Compiler", CUDACompiler)
-    monkeypatch.setattr(JITCUDACodegen, "_library_class", front_end.Library)
+    monkeypatch.setattr(JITCUDACodegen, "_library_class", front_end.FunctionLibrary)
     # Shared arrays are numbered in the order of compilation.
     numbers = r"(?<=smem_)\d+"
     assert re.sub(numbers, "", jit.compile_ptx(name, constants, (9, 0))) == re.sub(numbers, "", ours)
