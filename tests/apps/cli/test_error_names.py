@@ -62,7 +62,8 @@ def names_in_errors() -> dict[str, str]:
 
 
 def test_arguments_named_in_errors_are_options_where_a_command_can_meet_them():
-    named = {name: place for name, place in names_in_errors().items() if name in argument_names()}
+    arguments, options = argument_names(), option_names() | NO_COMMAND_PASSES
+    named = {name: place for name, place in names_in_errors().items() if name in arguments}
     assert len(named) > 10, "the search finds what it is for"
-    unknown = {name: place for name, place in named.items() if name not in option_names() | NO_COMMAND_PASSES}
+    unknown = {name: place for name, place in named.items() if name not in options}
     assert not unknown, f"give the option the argument's name, or reword the error: {unknown}"

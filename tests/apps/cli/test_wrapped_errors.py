@@ -12,6 +12,7 @@ from localinfer.apps.cli import messages
 from localinfer.apps.cli.messages import wrapped_for
 from tests.kernels.subprocesses import environment
 from tests.support.limits import seconds
+from tests.support.warm_python import WarmPython
 
 TEXT = "error: a model is named by -m: type `localinfer chat -m tiny.gguf` in place of this long list of words"
 
@@ -61,20 +62,19 @@ def test_the_command_wraps_its_error_for_a_terminal(is_terminal):
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 40))
     try:
-        ended = subprocess.run(
+        with WarmPython(
             [sys.executable, "-m", "localinfer", "chat", "-m", "nothing-of-this-name.gguf", "-p", "Hi"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=slave if is_terminal else subprocess.PIPE,
             env=environment(),
-            timeout=seconds(50),
-            check=False,
-        )
-        told = (os.read(master, 1 << 16) if is_terminal else ended.stderr).decode()
+        ) as process:
+            code = process.wait(seconds(50))
+            told = (process.stderr.read() if process.stderr is not None else os.read(master, 1 << 16)).decode()
     finally:
         os.close(master)
         os.close(slave)
-    assert ended.returncode == 2
+    assert code == 2
     lines = told.splitlines()
     assert lines[0].startswith("error: ") and (len(lines) > 1) is is_terminal
     assert all(line.startswith("       ") for line in lines[1:])

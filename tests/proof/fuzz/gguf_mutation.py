@@ -64,7 +64,7 @@ _SINGLES = (0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0x80000000, 0x000000
 _DEEPEST = 20_000
 
 
-def mutate(generator: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
+def mutate(generator: random.Random, data: bytes, corpus: Sequence[bytes]) -> bytes:
     """One to three changes to what a file holds, often with one of its bytes after them."""
     try:
         files = unpack(data)
@@ -87,7 +87,7 @@ def mutate(generator: random.Random, data: bytes, corpus: list[bytes]) -> bytes:
     return pack(files)
 
 
-def _change_bytes(generator: random.Random, stretches: list[Stretch], corpus: list[bytes]) -> list[Stretch]:
+def _change_bytes(generator: random.Random, stretches: list[Stretch], corpus: Sequence[bytes]) -> list[Stretch]:
     """Another number in the header, an end at any of its fields, a few other bytes, or a shorter file."""
     _, fields = read_document(stretches)
     header = stretches[0].content if stretches else b""

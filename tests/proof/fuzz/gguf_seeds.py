@@ -1,8 +1,8 @@
 """Sound GGUF files to start from: every architecture, tensor type and kind of tokenizer, templates, split files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import gguf
@@ -15,6 +15,7 @@ from tests.models.text.unigram_vocabularies import unigram_metadata
 from tests.models.text.vocabularies import bert_metadata, bpe_metadata, gemma4_metadata, spm_metadata
 from tests.proof.fuzz.file_set import Stretch, pack
 from tests.proof.fuzz.gguf_document import Document, Entry, Tensor, entry_from, stored_bytes
+from tests.proof.fuzz.target import Inputs
 from tests.support.typed_models import WEIGHT_TYPES, TypedModel, make_model
 
 CHATML = (
@@ -28,14 +29,18 @@ INST = (
 _WHOLE = 1024
 _PATTERN = 251
 """Values of a long tensor that are its own, before they are repeated: a prime, so that rows differ."""
+SPLITS = ((0, 2), (100, 3), (-1, 2))
+"""Documents that are split, and into how many files."""
 _SPLIT = "part-{:05}-of-{:05}.gguf"
 
 
-def corpus() -> list[bytes]:
+def corpus() -> Inputs:
     """All of them, as sets of files."""
-    documents = [*typed_documents(), *vocabulary_documents(), *list(architecture_documents().values())[::8]]
-    sets = [pack({"model.gguf": document.write()}) for document in documents]
-    return [*sets, *(split(documents[number], count) for number, count in ((0, 2), (100, 3), (-1, 2)))]
+    names = list(skeletons())[::8]
+    documents = [*typed_documents(), *vocabulary_documents(), *(partial(architecture_document, name) for name in names)]
+    whole = [lambda make=make: pack({"model.gguf": make().write()}) for make in documents]
+    parts = [lambda number=number, count=count: split(documents[number](), count) for number, count in SPLITS]
+    return Inputs([*whole, *parts])
 
 
 def plain() -> bytes:
@@ -44,20 +49,23 @@ def plain() -> bytes:
 
 
 @cache
-def architecture_documents() -> dict[str, Document]:
-    """Each model of `arch_models`, by its name; their tokenizers are of no known kind."""
-    return {name: _from_skeleton(skeleton) for name, skeleton in skeletons().items()}
+def architecture_document(name: str) -> Document:
+    """The model of `arch_models` of this name; its tokenizer is of no known kind."""
+    return _from_skeleton(skeletons()[name])
 
 
-def typed_documents() -> list[Document]:
+def typed_documents() -> list[Callable[[], Document]]:
     """Each tensor type as all matrices of a dense model, and of a mixture."""
     kinds = [(type, num_experts) for type in WEIGHT_TYPES for num_experts in (0, 2)]
-    models = [make_model(type, num_experts=num_experts) for type, num_experts in kinds]
-    models += [make_model(TensorType.Q8_0, is_tied=False, embedding=type) for type in (TensorType.Q4_K, TensorType.F16)]
-    return [_from_typed(model) for model in models]
+    models = [partial(make_model, type, num_experts=num_experts) for type, num_experts in kinds]
+    models += [
+        partial(make_model, TensorType.Q8_0, is_tied=False, embedding=type)
+        for type in (TensorType.Q4_K, TensorType.F16)
+    ]
+    return [lambda make=make: _from_typed(make()) for make in models]
 
 
-def vocabulary_documents() -> list[Document]:
+def vocabulary_documents() -> list[Callable[[], Document]]:
     """Models with each kind of tokenizer, and templates where they write text; of each architecture at least one."""
     template = "tokenizer.chat_template"
     writers: list[Mapping[str, Any]] = [
@@ -68,11 +76,12 @@ def vocabulary_documents() -> list[Document]:
         {**bpe_metadata(pre="llama-bpe"), template: CHATML},
     ]
     readers: list[Mapping[str, Any]] = [bert_metadata(), unigram_metadata(), bpe_metadata(), spm_metadata()]
-    documents = []
-    for number, (name, document) in enumerate(architecture_documents().items()):
+
+    def make(number: int, name: str) -> Document:
         kinds = readers if "encoder" in name or "reranker" in name else writers
-        documents.append(with_vocabulary(document, kinds[number % len(kinds)]))
-    return documents
+        return with_vocabulary(architecture_document(name), kinds[number % len(kinds)])
+
+    return [partial(make, number, name) for number, name in enumerate(skeletons())]
 
 
 def with_vocabulary(document: Document, metadata: Mapping[str, Any]) -> Document:

@@ -2,8 +2,9 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.models.checkpoint.published_models import read_cases, weights
 from tests.models.checkpoint.test_quantized_folders import VARIANTS as PACKED_VARIANTS
 from tests.models.checkpoint.test_scaled_folders import VARIANTS as SCALED_VARIANTS
 from tests.proof.fuzz.file_set import Files, Stretch, pack, whole
+from tests.proof.fuzz.target import Inputs
 from tests.support import quantized_checkpoints as packing
 from tests.support.checkpoint_files import (
     LLAMA_CONFIG,
@@ -80,15 +82,17 @@ def read_tensors(stretches: list[Stretch]) -> list[Tensor] | None:
         return None
 
 
-def corpus() -> list[bytes]:
+def corpus() -> Inputs:
     """Every family that has a published implementation, every kind of quantization, shards, a tokenizer."""
     documents = {TOKENIZER: tokenizer_document(), "tokenizer_config.json": {"chat_template": TEMPLATE}}
     small = documents | {TOKENIZER: _smaller_vocabulary(tokenizer_document(), _FAMILY_VOCAB)}
-    sets = [_folder(weights(_shapes(case)), case["config"], small) for case in read_cases().values()]
-    sets += [_quantized(*variant) for variant in _quantizations()]
-    sets.append(_folder(llama_weights(), LLAMA_CONFIG, documents))
-    sets.append(_sharded(llama_weights(), LLAMA_CONFIG))
-    return [pack(files) for files in sets]
+    makers: list[Callable[[], Files]] = [
+        lambda case=case: _folder(weights(_shapes(case)), case["config"], small) for case in read_cases().values()
+    ]
+    makers += [partial(_quantized, *variant) for variant in _quantizations()]
+    makers.append(lambda: _folder(llama_weights(), LLAMA_CONFIG, documents))
+    makers.append(lambda: _sharded(llama_weights(), LLAMA_CONFIG))
+    return Inputs([lambda make=make: pack(make()) for make in makers])
 
 
 def _smaller_vocabulary(document: dict[str, Any], size: int) -> dict[str, Any]:

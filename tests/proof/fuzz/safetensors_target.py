@@ -3,7 +3,7 @@
 import json
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ _OTHER_NAMES = ("g_idx", "weight_g_idx", "qzeros", "scales", "weight_scale", "we
 _OTHER_NAMES += ("weight_zero_point", "input_scale", "weight.absmax", "qweight", "weight_packed", "weight")
 
 
-def mutate(generator: random.Random, data: bytes, others: list[bytes]) -> bytes:
+def mutate(generator: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """One to three changes to what a folder holds."""
     try:
         files = unpack(data)

@@ -3,9 +3,11 @@
 import importlib
 import random
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from localinfer.errors import LocalinferError
 
@@ -51,13 +53,26 @@ class Target:
     """
 
     name: str
-    corpus: Callable[[], list[bytes]]
-    mutate: Callable[[random.Random, bytes, list[bytes]], bytes]
+    corpus: Callable[[], Sequence[bytes]]
+    mutate: Callable[[random.Random, bytes, Sequence[bytes]], bytes]
     run: Callable[[bytes, Path], str]
     limits: Limits = field(default_factory=Limits)
     prepare: Callable[[], None] | None = None
     simplify: Callable[[bytes], Iterable[bytes]] | None = None
     file_bytes: Callable[[bytes], int] = len
+
+
+class Inputs(Sequence[bytes]):
+    """Inputs that are made when they are first wanted: a file takes tens of milliseconds."""
+
+    def __init__(self, makers: Iterable[Callable[[], bytes]]) -> None:
+        self._makers = [cache(make) for make in makers]
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [make() for make in self._makers[index]] if isinstance(index, slice) else self._makers[index]()
 
 
 class UnclearMessageError(Exception):
