@@ -18,6 +18,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 MOST_OPTIONS = 255
 MOST_LEVELS = 10
+_YES_NO_KEYS = (("true", "yes"), ("false", "no"))
+"""Names in JSON of the description of yes, and of no; llama.cpp reads the second of each for `lfm2-d1-omni`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,8 @@ def check_request(
 ) -> None:
     """Check what every way of deciding is asked with, but for the questions themselves. Raises: RequestError."""
     if (state is None) == (messages is None) and not (may_lack_state and state is None):
-        raise RequestError("a state or messages are needed, and one of them; give what is to be decided about")
+        found = "a state or messages are needed, and one of them; give what is to be decided about"
+        raise RequestError(found, field="state")
     if not isinstance(questions, Mapping) or not questions:
         raise RequestError(f"questions is {shown(questions)}; give at least one, by name", field="questions")
     if on_encoded is not None and not callable(on_encoded):
@@ -163,7 +166,7 @@ def checked_question(question: Question) -> Question:
 
 def read_question(value: Mapping[str, Any]) -> Question:
     """Read a question as JSON writes it: {"type", "instructions", "criteria"}, where the criteria are {"true", "false"}
-    for type "noul" (or "yes_no"), descriptions by name for "choice", and a list of them for "score".
+    (or {"yes", "no"}) for type "noul" (or "yes_no"), descriptions by name for "choice", and a list for "score".
 
     Raises: RequestError with the `field` at fault.
     """
@@ -176,10 +179,12 @@ def read_question(value: Mapping[str, Any]) -> Question:
         )
     match kind:
         case "noul" | "yes_no":
-            if criteria is not None and not (isinstance(criteria, Mapping) and criteria.keys() <= {"true", "false"}):
+            described = {} if criteria is None else criteria
+            given = [[key for key in keys if key in described] for keys in _YES_NO_KEYS if isinstance(described, Mapping)]
+            if not given or sum(map(len, given)) < len(described) or max(map(len, given)) > 1:
                 found = f'criteria is {shown(criteria)}; give {{"true": ..., "false": ...}}, or nothing'
                 raise RequestError(found, field="criteria")
-            yes, no = (None if criteria is None else criteria.get(name) for name in ("true", "false"))
+            yes, no = (described[keys[0]] if keys else None for keys in given)
             return checked_question(YesNo(instructions=instructions, yes=yes, no=no))
         case "choice":
             return checked_question(Choice(options=criteria, instructions=instructions))  # type: ignore[arg-type]

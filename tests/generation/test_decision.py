@@ -184,6 +184,8 @@ def test_questions_are_read_from_json() -> None:
         instructions="So?", yes="a"
     )
     assert read_question({"type": "yes_no", "criteria": {"false": ["b"]}}) == YesNo(no=["b"])
+    assert read_question({"type": "noul", "criteria": {"no": "b", "true": "a"}}) == YesNo(yes="a", no="b")
+    assert read_question({"type": "noul", "criteria": {"yes": None, "no": "b"}}) == YesNo(no="b")
     assert read_question({"type": "choice", "criteria": {"a": None, "b": "c"}}) == Choice(options={"a": None, "b": "c"})
     assert read_question({"type": "score", "instructions": {"a": 1}, "criteria": ["b", "c"]}) == Score(
         levels=["b", "c"], instructions={"a": 1}
@@ -191,7 +193,8 @@ def test_questions_are_read_from_json() -> None:
     for field, wrong in itertools.chain(
         (("type", {"type": kind}) for kind in (None, "box", 3)),
         (("instructions", {"type": kind, "instructions": 3}) for kind in ("noul", "choice", "score")),
-        (("criteria", {"type": "noul", "criteria": one}) for one in ("a", [], {"maybe": "a"})),
+        (("criteria", {"type": "noul", "criteria": one}) for one in ("a", [], ["yes"], {"maybe": "a"})),
+        (("criteria", {"type": "noul", "criteria": {"true": "a", key: "b"}}) for key in ("yes", "maybe")),
         (("criteria", {"type": "choice", "criteria": one}) for one in (None, "a", [], {}, {"a": None})),
         (("criteria", {"type": "score", "criteria": one}) for one in (None, "a", {"0": "a", "1": "b"}, ["a"])),
     ):

@@ -103,13 +103,17 @@ def test_answers_are_those_of_the_labels_behind_each_prompt(llm: localinfer.LLM,
 D1_SOURCE = "<|im_start|>{{ type }}{% for o in options %} {{ o.label }}={{ o.key }}{% endfor %}<|im_end|>"
 
 
-@pytest.fixture(scope="module")
-def d1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localinfer.LLM]:
-    path = tmp_path_factory.mktemp("d1") / "d1.gguf"
+def write_d1(path: Path) -> Path:
+    """A model of random weights of the type `lfm2-d1`."""
     skeleton = talking_skeleton("lfm2-hybrid")
     skeleton["kv"] += [["lfm2.decision.type", "STRING", None, "lfm2-d1"], [TEMPLATE_KEY, "STRING", None, D1_SOURCE]]
     write_skeleton(skeleton, path)
-    with localinfer.load(path, context_length=2048) as loaded:
+    return path
+
+
+@pytest.fixture(scope="module")
+def d1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localinfer.LLM]:
+    with localinfer.load(write_d1(tmp_path_factory.mktemp("d1") / "d1.gguf"), context_length=2048) as loaded:
         yield loaded
 
 

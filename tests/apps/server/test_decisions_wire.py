@@ -1,5 +1,6 @@
 """`/v1/systemone` and `/v1/decisions`: their answers are the library's, their errors those of each API."""
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from localinfer.apps.server.transport.http import SYSTEM_ONE, ApiError
 from localinfer.apps.server.transport.settings import ServerSettings
 from localinfer.generation.questions import Choice, ChoiceAnswer, Score, ScoreAnswer, YesNo, YesNoAnswer
 from localinfer.llm import LLM
+from tests.generation.test_decision_readouts import write_d1
 from tests.support.limits import seconds
 
 STATE = {"text": "The dog ran to Tom. Tom was happy to see it again, and they played.", "mood": ["happy"]}
@@ -69,6 +71,18 @@ def test_system_one_answers_as_the_library_does(http: httpx.Client, llm: LLM) ->
     turned = ask(http, orders=2, questions={"who": QUESTIONS["who"]}).json()["answers"]["who"]
     averaged = llm.decide(STATE, {"who": SAME["who"]}, orders=2).answers["who"]
     assert isinstance(averaged, ChoiceAnswer) and turned["probabilities"] == dict(averaged.probabilities)
+
+
+def test_models_that_need_no_state_answer_without(tmp_path: Path) -> None:
+    path, question = write_d1(tmp_path / "d1.gguf"), {"type": "noul", "instructions": "Is it so?"}
+    with localinfer.load(path, threads=1, context_length=2048) as llm:
+        wanted = llm.decide(None, {"so": YesNo(instructions="Is it so?")}).answers["so"]
+        assert isinstance(wanted, YesNoAnswer)
+        with serving(ServerSettings(port=0), load=lambda source: llm) as running, running.client() as client:
+            reply = ask(client, state=None, questions={"so": question})
+            assert reply.json()["answers"]["so"]["noul"] == wanted.probability, reply.text
+            without = client.post("/v1/systemone", json={"questions": {"so": question}, "model": "jev-latest"})
+            assert without.status_code == 422 and without.json()["detail"][0]["loc"] == ["body", "state"]
 
 
 def test_models_that_answer_are_listed(http: httpx.Client) -> None:

@@ -52,13 +52,14 @@ _FORMATS = ("png", "jpg", "jpeg")
 class SystemOneRequest(msgspec.Struct):
     """A state, and questions about it by name.
 
+    state: null only where the model needs none.
     assets: pictures by texts that stand for them in the state, as base64, or as parts of a form.
     orders: as of `llm.decide`; this server's own.
     """
 
     known_fields: ClassVar = DECISIONS
 
-    state: str | dict[str, Any] | list[Any]
+    state: str | dict[str, Any] | list[Any] | None
     questions: dict[str, dict[str, Any]]
     model: str | None = None
     assets: dict[str, Any] | None = None
