@@ -103,10 +103,10 @@ def test_answers_are_those_of_the_labels_behind_each_prompt(llm: localinfer.LLM,
 D1_SOURCE = "<|im_start|>{{ type }}{% for o in options %} {{ o.label }}={{ o.key }}{% endfor %}<|im_end|>"
 
 
-def write_d1(path: Path) -> Path:
-    """A model of random weights of the type `lfm2-d1`."""
+def write_d1(path: Path, kind: str = "lfm2-d1") -> Path:
+    """A model of random weights, of this type."""
     skeleton = talking_skeleton("lfm2-hybrid")
-    skeleton["kv"] += [["lfm2.decision.type", "STRING", None, "lfm2-d1"], [TEMPLATE_KEY, "STRING", None, D1_SOURCE]]
+    skeleton["kv"] += [["lfm2.decision.type", "STRING", None, kind], [TEMPLATE_KEY, "STRING", None, D1_SOURCE]]
     write_skeleton(skeleton, path)
     return path
 

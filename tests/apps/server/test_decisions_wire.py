@@ -73,16 +73,25 @@ def test_system_one_answers_as_the_library_does(http: httpx.Client, llm: LLM) ->
     assert isinstance(averaged, ChoiceAnswer) and turned["probabilities"] == dict(averaged.probabilities)
 
 
-def test_models_that_need_no_state_answer_without(tmp_path: Path) -> None:
-    path, question = write_d1(tmp_path / "d1.gguf"), {"type": "noul", "instructions": "Is it so?"}
-    with localinfer.load(path, threads=1, context_length=2048) as llm:
+def test_models_made_for_decisions_need_no_state_or_are_refused_by_name(tmp_path: Path) -> None:
+    sources = [ModelSource(kind, write_d1(tmp_path / f"{kind}.gguf", kind), 0) for kind in ("lfm2-d1", "gliner")]
+
+    def load(source: ModelSource) -> LLM:
+        return localinfer.load(source.path, threads=1, context_length=2048)
+
+    with load(sources[0]) as llm:
         wanted = llm.decide(None, {"so": YesNo(instructions="Is it so?")}).answers["so"]
-        assert isinstance(wanted, YesNoAnswer)
-        with serving(ServerSettings(port=0), load=lambda source: llm) as running, running.client() as client:
-            reply = ask(client, state=None, questions={"so": question})
-            assert reply.json()["answers"]["so"]["noul"] == wanted.probability, reply.text
-            without = client.post("/v1/systemone", json={"questions": {"so": question}, "model": "jev-latest"})
-            assert without.status_code == 422 and without.json()["detail"][0]["loc"] == ["body", "state"]
+    assert isinstance(wanted, YesNoAnswer)
+    body = {"questions": {"so": {"type": "noul", "instructions": "Is it so?"}}, "model": "lfm2-d1"}
+    with serving(ServerSettings(port=0), sources=sources, load=load) as running, running.client() as client:
+        reply = client.post("/v1/systemone", json={**body, "state": None})
+        assert reply.status_code == 200 and reply.json()["answers"]["so"]["noul"] == wanted.probability
+        for members, place in ((body, "state"), ({**body, "state": "x", "model": "gliner"}, "model")):
+            reply = client.post("/v1/systemone", json=members)
+            assert (reply.status_code, reply.json()["detail"][0]["loc"]) == (422, ["body", place]), reply.text
+        assert "a head of type 'gliner', which is not run; wanted " in reply.json()["detail"][0]["msg"]
+        reply = client.post("/v1/decisions", json={"input": "x", "questions": OPENAI, "model": "gliner"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
 
 
 def test_models_that_answer_are_listed(http: httpx.Client) -> None:

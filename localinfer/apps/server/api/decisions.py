@@ -24,10 +24,10 @@ from localinfer.apps.server.replies.media_fields import decoded
 from localinfer.apps.server.replies.message_fields import ChatMessage, template_messages
 from localinfer.apps.server.replies.service import prepared, read_body, read_parted, reserve_prompts, service_of
 from localinfer.apps.server.transport.bodies import unless_gone
-from localinfer.apps.server.transport.http import ApiError, json_response
+from localinfer.apps.server.transport.http import ApiError, json_response, unsupported
 from localinfer.apps.server.transport.known_fields import DECISIONS
 from localinfer.arguments import shown
-from localinfer.errors import RequestError
+from localinfer.errors import RequestError, UnsupportedFormatError
 from localinfer.generation.chat.media_parts import MediaSource
 from localinfer.generation.questions import (
     Answer,
@@ -207,12 +207,15 @@ def _check_count(questions: Mapping[str, Any] | Sequence[Any]) -> None:
 async def _decide(
     request: Request, model: str | None, state: Any, questions: Mapping[str, Question], **options: Any
 ) -> tuple[str, Decisions]:
-    """The name of the model that answered, and its answers."""
+    """The name of the model that answered, and its answers. Raises: ApiError for one made to decide in another way."""
     began = time.perf_counter()
     with await service_of(request).lease(request, model) as lease:
         reserve = partial(reserve_prompts, request)
         ask = partial(lease.llm.decide, state, questions, on_encoded=reserve, **options, **salt_options(request))
-        found = await unless_gone(request.receive, asyncio.to_thread(ask))
+        try:
+            found = await unless_gone(request.receive, asyncio.to_thread(ask))
+        except UnsupportedFormatError as error:
+            raise unsupported(str(error), "model") from None
     record_of(request.scope).input_tokens = found.prompt_tokens
     service_of(request).totals.count_prompts(found.computed_tokens, time.perf_counter() - began)
     return lease.model_id, found
