@@ -110,7 +110,8 @@ class HubClient:
             self._fail(repository.id, error)
 
     def _require_usable(self) -> None:
-        """Check the endpoint before huggingface_hub is imported, which reads HF_ENDPOINT by itself and fails at it."""
+        """Check the endpoint before huggingface_hub is imported, which reads HF_ENDPOINT by itself and fails at it; and
+        have that library tell the hub nothing of the programs that run it."""
         if self.is_offline:
             raise HubUnreachableError("HF_HUB_OFFLINE or --offline forbids asking the hub; leave it out to pull")
         try:
@@ -123,6 +124,10 @@ class HubClient:
                 f"the address of the hub is {self.endpoint!r:.80}, as HF_ENDPOINT says; wanted one such as {HUB}; "
                 "unset it for the usual hub"
             )
+        from huggingface_hub import constants
+
+        # Without it 2.4 asks the hub for a list of coding agents, and names the one that runs this in every request.
+        constants.HF_HUB_DISABLE_TELEMETRY = True
 
     def _fail(self, repo: str, error: Exception) -> NoReturn:
         """Raise what an error of the hub's library means."""

@@ -37,6 +37,7 @@ class StandInHub:
     downloads: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Range of each file that was asked for."""
     tokens: list[str | None] = field(default_factory=list)
+    user_agents: set[str | None] = field(default_factory=set)
     before_bytes: threading.Event | None = None
     stall_after: int | None = None
     """Bytes of an answer after which nothing comes until `stalled` is set."""
@@ -100,6 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        self.stand_in.user_agents.add(self.headers.get("User-Agent"))
         path = unquote(urlsplit(self.path).path)
         if path.startswith("/api/models/"):
             self._list(path.removeprefix("/api/models/"))

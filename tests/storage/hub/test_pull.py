@@ -44,6 +44,13 @@ def test_a_whole_pull_is_listed_and_found_by_its_names(hub, places):
     assert [path for path, _ in hub.downloads] == ["Tiny-Q4_K_M.gguf"]
 
 
+def test_the_hub_learns_nothing_of_what_runs_the_pull(hub, places, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr("huggingface_hub.utils._headers.detect_agent", lambda: "an-agent", raising=False)
+    pull(hub, places)
+    assert hub.user_agents and not any("agent/" in str(told) for told in hub.user_agents)
+
+
 def test_other_programs_find_what_was_pulled(hub, places):
     from huggingface_hub import hf_hub_download, scan_cache_dir, try_to_load_from_cache
 
