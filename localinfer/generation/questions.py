@@ -179,12 +179,12 @@ def read_question(value: Mapping[str, Any]) -> Question:
         )
     match kind:
         case "noul" | "yes_no":
-            described = {} if criteria is None else criteria
-            given = [[key for key in keys if key in described] for keys in _YES_NO_KEYS if isinstance(described, Mapping)]
-            if not given or sum(map(len, given)) < len(described) or max(map(len, given)) > 1:
+            named = {} if criteria is None else criteria
+            given = [[key for key in keys if key in named] for keys in _YES_NO_KEYS if isinstance(named, Mapping)]
+            if not given or sum(map(len, given)) < len(named) or max(map(len, given)) > 1:
                 found = f'criteria is {shown(criteria)}; give {{"true": ..., "false": ...}}, or nothing'
                 raise RequestError(found, field="criteria")
-            yes, no = (described[keys[0]] if keys else None for keys in given)
+            yes, no = (named[keys[0]] if keys else None for keys in given)
             return checked_question(YesNo(instructions=instructions, yes=yes, no=no))
         case "choice":
             return checked_question(Choice(options=criteria, instructions=instructions))  # type: ignore[arg-type]
