@@ -7,7 +7,7 @@ references. The names that begin with `_` of Numba's classes are those of the re
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding as llvm, ir
@@ -24,8 +24,10 @@ from numba.core import (
     inline_closurecall,
     ir as numba_ir,
     ir_utils,
-    postproc,
+    lowering,
     registry,
+    ssa,
+    transforms,
     typed_passes,
     types,
     typing,
@@ -209,6 +211,7 @@ class _Typing(typing.Context):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
+        self._typed: dict[Any, Any] = {}
         super().__init__()
 
     def load_additional_registries(self) -> None:
@@ -232,6 +235,14 @@ class _Typing(typing.Context):  # type: ignore[misc]
             self._known[key] = super().resolve_function_type(function, arguments, named)
         return self._known[key]
 
+    def resolve_value_type(self, value: Any) -> Any:
+        """The type of a value; that of a function as before."""
+        if not callable(value):
+            return super().resolve_value_type(value)
+        if value not in self._typed:
+            self._typed[value] = super().resolve_value_type(value)
+        return self._typed[value]
+
 
 def _is_of_arrays(kind: Any) -> bool:
     return isinstance(kind, types.Function) and any(
@@ -253,7 +264,53 @@ class _Descriptor(registry.CPUTarget):  # type: ignore[misc]
         return _Context(self.typing_context, NAME)
 
 
-_READING = (untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_passes.IRProcessing)
+class _Lower(lowering.Lower):  # type: ignore[misc]
+    def lower_binop(self, result: Any, expression: Any, operator: Any) -> Any:
+        """An operator on two values; Numba first tries three ways to have a constant of one that is none."""
+        if (expression.static_lhs, expression.static_rhs) != (numba_ir.UNDEFINED, numba_ir.UNDEFINED):
+            return super().lower_binop(result, expression, operator)
+        context, signature = self.context, self.fndesc.calltypes[expression]
+        names = (expression.lhs.name, expression.rhs.name)
+        values = [
+            context.cast(self.builder, self.loadvar(name), self.typeof(name), kind)
+            for name, kind in zip(names, signature.args, strict=True)
+        ]
+        function = context.typing_context.resolve_value_type(operator)
+        exact = context.typing_context.resolve_function_type(function, signature.args, {})
+        value = context.get_function(function, exact)(self.builder, values)
+        return context.cast(self.builder, value, signature.return_type, result)
+
+
+class _Lowering(typed_passes.NativeLowering):  # type: ignore[misc]
+    lowering_class = _Lower
+
+
+def _of(kind: Any) -> Callable[[Any], Any]:
+    """The work of one of Numba's passes."""
+    made = compiler_machinery._pass_registry.get(kind).pass_inst
+    made.analysis = {kind: None}
+    run: Callable[[Any], Any] = made.run_pass
+    return run
+
+
+def _canonicalize(state: Any) -> None:
+    """Give loops one way back each, without the lifetimes of variables, which Numba notes as well."""
+    state.func_ir.blocks = transforms.canonicalize_cfg(state.func_ir.blocks)
+
+
+def _reconstruct_ssa(state: Any) -> None:
+    state.func_ir = ssa.reconstruct_ssa(state.func_ir)
+    state.func_ir._definitions = ir_utils.build_definitions(state.func_ir.blocks)
+    _canonicalize(state)
+
+
+def _strip_phis(state: Any) -> None:
+    strip = compiler_machinery._pass_registry.get(typed_passes.PreLowerStripPhis).pass_inst
+    state.func_ir = strip._strip_phi_nodes(state.func_ir)
+    _canonicalize(state)
+
+
+_READING = (_of(untyped_passes.TranslateByteCode), _of(untyped_passes.FixupArgs), _canonicalize)
 
 
 class _Inliner(inline_closurecall.InlineWorker):  # type: ignore[misc]
@@ -269,7 +326,8 @@ class _Inliner(inline_closurecall.InlineWorker):  # type: ignore[misc]
         state.flags = self.flags
         untyped_passes.ExtractByteCode().run_pass(state)
         state.args = len(state.func_id.pysig.parameters) * (types.pyobject,)
-        _run(_READING, state)
+        for one in _READING:
+            one(state)
         for block in state.func_ir.blocks.values():
             # Nobody else has them.
             block.__deepcopy__ = functools.partial(_itself, block)
@@ -280,33 +338,23 @@ def _itself(block: Any, _memo: Any) -> Any:
     return block
 
 
-@compiler_machinery.register_pass(mutates_CFG=True, analysis_only=False)
-class _InlineComposed(compiler_machinery.FunctionPass):  # type: ignore[misc]
-    """Inlines calls of composed functions, and those that come with them."""
-
-    _name = "inline_composed"
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def run_pass(self, state: Any) -> bool:
-        """Inline all there are in a function."""
-        found = state.func_ir
-        inliner = _Inliner(state.typingctx, state.targetctx, state.locals, state.pipeline, state.flags)
-        waiting, is_changed = list(found.blocks.values()), False
-        while waiting:
-            block = waiting.pop()
-            for index, statement in enumerate(block.body):
-                function = _composed(found, statement)
-                if function is not None:
-                    *_, blocks = inliner.inline_function(found, block, index, function)
-                    waiting += [made for _, made in blocks]
-                    is_changed = True
-                    break
-        if is_changed:
-            postproc.PostProcessor(found).run()
-            found.blocks = ir_utils.simplify_CFG(found.blocks)
-        return is_changed
+def _inline_composed(state: Any) -> None:
+    """Inline calls of composed functions, and those that come with them."""
+    found = state.func_ir
+    inliner = _Inliner(state.typingctx, state.targetctx, state.locals, state.pipeline, state.flags)
+    waiting, is_changed = list(found.blocks.values()), False
+    while waiting:
+        block = waiting.pop()
+        for index, statement in enumerate(block.body):
+            function = _composed(found, statement)
+            if function is not None:
+                *_, blocks = inliner.inline_function(found, block, index, function)
+                waiting += [made for _, made in blocks]
+                is_changed = True
+                break
+    if is_changed:
+        _canonicalize(state)
+        found.blocks = ir_utils.simplify_CFG(found.blocks)
 
 
 def _composed(found: Any, statement: Any) -> Callable[..., Any] | None:
@@ -323,19 +371,16 @@ def _composed(found: Any, statement: Any) -> Callable[..., Any] | None:
 
 _PASSES = (
     *_READING,
-    _InlineComposed,
-    untyped_passes.DeadBranchPrune,
-    untyped_passes.ReconstructSSA,
-    untyped_passes.DeadBranchPrune,
-    untyped_passes.LiteralPropagationSubPipelinePass,
-    typed_passes.NopythonTypeInference,
-    typed_passes.PreLowerStripPhis,
-    typed_passes.NativeLowering,
-    typed_passes.NoPythonBackend,
+    _inline_composed,
+    _of(untyped_passes.DeadBranchPrune),
+    _reconstruct_ssa,
+    _of(untyped_passes.DeadBranchPrune),
+    _of(untyped_passes.LiteralPropagationSubPipelinePass),
+    _of(typed_passes.NopythonTypeInference),
+    _strip_phis,
+    _Lowering().run_pass,
+    _of(typed_passes.NoPythonBackend),
 )
-
-
-_NO_ANALYSIS = dict.fromkeys(_PASSES)
 
 
 class _Passes:
@@ -351,14 +396,8 @@ class _Passes:
 
     def run(self, state: Any) -> None:
         """Take a function from its bytecode to LLVM's IR."""
-        _run(_PASSES, state)
-
-
-def _run(passes: Iterable[Any], state: Any) -> None:
-    for one in passes:
-        made = compiler_machinery._pass_registry.get(one).pass_inst
-        made.analysis = _NO_ANALYSIS
-        made.run_pass(state)
+        for one in _PASSES:
+            one(state)
 
 
 class _Compiler(compiler.CompilerBase):  # type: ignore[misc]
