@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 from numba import types
+from numba.core import typed_passes, untyped_passes
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.target_extension import target_override
 
 from localinfer.kernels.jit import host, numba_target
 from localinfer.kernels.jit.compile_ahead import shares_of
-from localinfer.kernels.jit.numba import inline, outline
+from localinfer.kernels.jit.numba import _keep_only, inline, optimised, outline
+from localinfer.kernels.jit.object_cache import target_machine
 
 WORD = types.int64
 NUMBERS = (types.int64, types.uint32, types.uint64, types.float32, types.float64, types.boolean)
@@ -54,6 +56,40 @@ def test_a_functions_code_is_made_for_kernels_only() -> None:
 def test_functions_are_made_for_the_cpu_and_the_features_that_they_are_compiled_for() -> None:
     codegen = numba_target.function(_kernel).targetctx.codegen()
     assert codegen.magic_tuple()[1:] == (host.target_cpu(), host.target_features())
+
+
+def _code() -> bytes:
+    """Machine code of a kernel of loops, branches and constants, and of a function that it calls, compiled anew."""
+
+    @inline
+    def mixed(value: int, times: int) -> int:
+        while times > 0:
+            value = value * 3 + (times >> 1) if value & 1 else value // 2
+            times -= 1
+        return value
+
+    def kernel(first: int, second: int) -> int:
+        total = 0
+        for index in range(first):
+            if index % 5 == second:
+                continue
+            total += mixed(index, second) ** 2
+        return total
+
+    module, entry = numba_target.module_of(kernel, WORD(WORD, WORD))
+    _keep_only(module, entry, "entry")
+    machine = target_machine()
+    return bytes(machine.emit_object(optimised(module, machine)))
+
+
+def test_passes_make_what_numbas_own_make_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = _code()
+    passes = [untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_passes.IRProcessing]
+    passes += [untyped_passes.RewriteSemanticConstants, untyped_passes.DeadBranchPrune, untyped_passes.GenericRewrites]
+    passes += [untyped_passes.ReconstructSSA, untyped_passes.DeadBranchPrune, typed_passes.NopythonTypeInference]
+    passes += [typed_passes.PreLowerStripPhis, typed_passes.NativeLowering, typed_passes.NoPythonBackend]
+    monkeypatch.setattr(numba_target, "_PASSES", tuple(map(numba_target._of, passes)))
+    assert _code() == ours
 
 
 def signature(context: Any, function: object, arguments: tuple[Any, ...]) -> Any:
