@@ -4,7 +4,7 @@ A page has the same bytes on every device, so that stored pages can be restored 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +126,6 @@ def most_page_bytes(device: CudaDevice, spare: int) -> int:
     return max(free - spare, free // 2)
 
 
-@dataclass(frozen=True)
 class DeviceKVLayout(KVLayout):
     """A page layout whose pages are in a device's memory.
 

@@ -56,7 +56,6 @@ class PagePlaces:
         return [self._bases[slabs, part] + index * size for part, size in enumerate(sizes)]
 
 
-@dataclass(frozen=True)
 class ShardedKVLayout(KVLayout):
     """Pages in parts, in the order of the layers. A page's address is a name for all parts (`places`).
 
