@@ -243,6 +243,11 @@ class _Typing(typing.Context):  # type: ignore[misc]
             self._typed[value] = super().resolve_value_type(value)
         return self._typed[value]
 
+    def _insert_global(self, value: Any, kind: Any) -> None:
+        # An operator gets another type with every overload that is registered for it.
+        self._typed.pop(value, None)
+        super()._insert_global(value, kind)
+
 
 def _is_of_arrays(kind: Any) -> bool:
     return isinstance(kind, types.Function) and any(

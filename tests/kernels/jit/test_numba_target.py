@@ -10,6 +10,7 @@ from numba.core import typed_passes, untyped_passes
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.core.target_extension import target_override
+from numba.extending import overload
 
 from localinfer.kernels.jit import host, numba_target
 from localinfer.kernels.jit.compile_ahead import shares_of
@@ -111,6 +112,18 @@ def test_operators_have_the_types_that_numba_gives_them(function: object) -> Non
         with target_override(numba_target.NAME):
             # The second comes from memory.
             assert [signature(ours, function, arguments) for _ in range(2)] == [wanted] * 2
+
+
+def test_an_operator_has_a_meaning_that_comes_after_its_first_use() -> None:
+    """As modules of kernels give operators on lanes one, while others have been compiled."""
+    context, late = numba_target.function(_kernel).typingctx, types.Opaque("late")
+    with target_override(numba_target.NAME):
+        known = context.resolve_value_type(operator.xor)
+        assert signature(context, known, (late, late)) is None
+        overload(operator.xor)(lambda a, b: (lambda a, b: b) if (a, b) == (late, late) else None)
+        context.refresh()
+        found = signature(context, context.resolve_value_type(operator.xor), (late, late))
+    assert found is not None and found.return_type == late
 
 
 @pytest.mark.parametrize("count", range(1, 9))
