@@ -159,7 +159,7 @@ EXIT_FINDINGS = 1
 @flag("--tensors", "List every tensor.")
 @flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--verify", "Check every weight, vocabulary, template, settings and output; exit status 1 for findings.")
-@option("--certificate", "FILE", "With --verify, compare bit for bit with what `localinfer certify` wrote.")
+@option("--certificate", "FILE", "Compare bit for bit with what `localinfer certify` wrote; exit status as above.")
 @flag("--json as_json", "Print one JSON object, with all metadata.")
 @click.pass_context
 def show_command(
@@ -172,15 +172,16 @@ def show_command(
     from localinfer.apps.show.describe import describe_file, render_json, render_text
     from localinfer.terminal import Progress
 
-    if certificate is not None and not verify:
-        raise RequestError("--certificate is compared by --verify; add it")
     description = describe_file(model, ops=ops)
     verification = None
-    if verify:
-        from localinfer.apps.show.verify import verify_model
+    if verify or certificate is not None:
+        from localinfer.apps.show.verify import verify_certificate, verify_model
 
         with Progress() as progress:
-            verification = verify_model(model, progress, certificate)
+            if verify or certificate is None:
+                verification = verify_model(model, progress, certificate)
+            else:
+                verification = verify_certificate(model, certificate, progress)
     render = render_json if as_json else render_text
     click.echo(render(description, tensors=tensors, verification=verification))
     if verification is not None and verification.findings:
@@ -193,7 +194,8 @@ def show_command(
 def certify_command(model: str, output: str) -> None:
     """Write digests of a model and of what it computes, to compare other copies and machines with.
 
-    `localinfer show --verify MODEL --certificate FILE` makes the comparison, bit for bit, on any CPU.
+    `localinfer show MODEL --certificate FILE` makes the comparison, bit for bit, on any CPU; with --verify beside all
+    other checks.
     """
     from localinfer.apps.show.certificate import certify
     from localinfer.system.files import OutputFile, check_output

@@ -283,7 +283,7 @@ BAD = {
         {demo} --tensors=maybe
         {demo} --ops=maybe
         {demo} --verify=maybe
-        {demo} --verify --certificate no-such-file
+        {demo} --certificate no-such-file
         {demo} --json=maybe
         no-such-file
     """,

@@ -138,13 +138,12 @@ def test_a_certificate_is_a_file_that_commands_write_and_read(
     assert main(["certify", DEMO, "-o", str(file)]) == 0
     assert f"{NUM_PROBES} probes" in capsys.readouterr().out
     assert Certificate.read(file) == certify(DEMO)
-    assert main(["show", "--verify", DEMO, "--certificate", str(file)]) == 0
-    assert "nothing wrong" in capsys.readouterr().out
     broken = plant("layer twice", tmp_path)
-    assert main(["show", "--verify", str(broken), "--certificate", str(file)]) == 1
-    assert "certificate: tensor blk." in capsys.readouterr().out
-    assert main(["show", DEMO, "--certificate", str(file)]) == 2
-    assert "--verify" in capsys.readouterr().err
+    for words in (["show"], ["show", "--verify"]):
+        assert main([*words, DEMO, "--certificate", str(file)]) == 0
+        assert "nothing wrong" in capsys.readouterr().out
+        assert main([*words, str(broken), "--certificate", str(file)]) == 1
+        assert "certificate: tensor blk." in capsys.readouterr().out
     for content, words in (
         (b"{", "no certificate"),
         (b"[]", "no certificate"),
