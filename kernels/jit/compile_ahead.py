@@ -78,10 +78,10 @@ def compile_ahead(kernels: Iterable[Kernel], progress: ProgressCallback | None =
     # Not in their order: programs that start together would compile the same ones at the same time.
     for kernel in map(Kernel, shares_of([kernel.name for kernel in missing], 1)[0]):
         if not kernel.is_cached:
-            _report(missing, progress)
+            _report(missing, _waiting(missing), progress)
             assert kernel.address
     if missing:
-        _report(missing, progress)
+        _report(missing, _waiting(missing), progress)
 
 
 def link(kernels: Sequence[Kernel], progress: ProgressCallback | None = None) -> None:
@@ -98,9 +98,10 @@ def _compile_in_children(missing: Sequence[Kernel], progress: ProgressCallback |
 
     def go_on() -> bool:
         # Do not wait for children to exit once all kernels are stored.
-        if all(kernel.is_cached for kernel in missing):
+        waiting = _waiting(missing)
+        if not waiting:
             return False
-        _report(missing, progress)
+        _report(missing, waiting, progress)
         return True
 
     run_children("cpu", shares_of([kernel.name for kernel in missing], count), go_on)
@@ -130,12 +131,16 @@ def run_children(task: str, shares: Sequence[object], go_on: Callable[[], bool])
             child.communicate()
 
 
-def _report(missing: Sequence[Kernel], progress: ProgressCallback | None) -> None:
-    """Report the first missing kernel, and the number of compiled ones."""
+def _waiting(missing: Sequence[Kernel]) -> list[Kernel]:
+    """Those that are not compiled yet."""
+    return [kernel for kernel in missing if not kernel.is_cached]
+
+
+def _report(missing: Sequence[Kernel], waiting: Sequence[Kernel], progress: ProgressCallback | None) -> None:
+    """Report the first kernel that still waits, and the number of compiled ones."""
     if progress is not None:
-        waiting = [kernel.name for kernel in missing if not kernel.is_cached]
         done = len(missing) - len(waiting)
-        progress(f"{STAGE}: {waiting[0]}" if waiting else STAGE, done, len(missing))
+        progress(f"{STAGE}: {waiting[0].name}" if waiting else STAGE, done, len(missing))
 
 
 def can_start_children() -> bool:
