@@ -147,6 +147,27 @@ def test_strings_decoded_together_are_those_decoded_one_by_one(write: WriteBytes
                 model.metadata.texts(other)
 
 
+@pytest.mark.parametrize("lengths", [(0, 20), (0, 0), (0, 400), (250, 260), (70_000, 70_300)])
+@pytest.mark.parametrize("alphabet", [b"abc\xc3\xa9", b"\0\1\5"])
+def test_strings_are_found_where_each_begins(write: WriteBytes, lengths: tuple[int, int], alphabet: bytes) -> None:
+    generator = np.random.default_rng()
+    count = 20_000 if lengths[1] < 1000 else 40
+    odd = generator.random(count) < 0.001
+    drawn = np.where(odd, generator.integers(0, 300, count), generator.integers(lengths[0], lengths[1] + 1, count))
+    letters = np.frombuffer(alphabet, np.uint8)
+    flat, ends = letters[generator.integers(0, len(letters), drawn.sum())].tobytes(), np.cumsum(drawn).tolist()
+    tokens = [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    payload = b"".join(map(text, tokens))
+    content = gguf_bytes([entry("a", 9, array(8, payload, count)), entry("b", 4, u32(7))])
+    with read_gguf(write(content)) as model:
+        assert model.metadata.raw_strings("a") == tokens
+        assert model.metadata["b"] == 7
+    for cut in (1, 4, 8, int(drawn[-1]) + 7, int(drawn[-1]) + 8):
+        short = content[: content.index(text("b"), content.index(payload) + len(payload)) - cut]
+        with pytest.raises(CorruptFileError, match="ends|short|beyond|bytes"):
+            read_gguf(write(short))
+
+
 def test_tensors_keep_name_type_shape_and_bytes(tmp_path: Path) -> None:
     wanted = small_model(tmp_path / "model.gguf")
     with read_gguf(tmp_path / "model.gguf") as model:
