@@ -268,7 +268,7 @@ def _outputs(llm: "LLM", probes: Sequence[NDArray[np.int32]]) -> Iterator[NDArra
             yield np.asarray(vectors, np.float32)
         return
     for probe in probes:
-        yield llm.logits(probe)[-1]
+        yield llm.logits(probe, first=len(probe) - 1)[0]
 
 
 def _layer_keys(llm: "LLM") -> Iterator[str]:

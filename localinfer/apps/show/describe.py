@@ -149,12 +149,13 @@ def _encoders(
     file: "GGUFFile | CheckpointModel", architecture: str
 ) -> "tuple[dict[str, Any] | None, MediaPlan | None]":
     """The field `encoders` of a description, and what they take."""
-    from localinfer.loading.media import plan_media
     from localinfer.loading.options import media_path_of
 
     path = file.path if architecture == "clip" else media_path_of("auto", file.path)
     if path is None:
         return None, None
+    from localinfer.loading.media import plan_media
+
     try:
         plan = plan_media(path)
     except ModelFileError as error:

@@ -239,7 +239,7 @@ def verify_certificate(path: str, certificate: str, progress: ProgressCallback |
     finally:
         file.close()
     if is_alone and certified.found is not None:
-        _check_output(path, {}, result, progress, certified)
+        _check_output(path, None, result, progress, certified)
     certified.compare(result)
     return result
 
@@ -414,13 +414,13 @@ def _check_text(tokenizer: "Tokenizer") -> Iterator[Finding]:
 
 def _check_output(
     path: str,
-    tensors: "Mapping[str, TensorRecord]",
+    tensors: "Mapping[str, TensorRecord] | None",
     result: Verification,
     progress: ProgressCallback | None,
     certified: _Certified | None = None,
 ) -> None:
-    """Load the model and let it read texts. tensors: of its file; none if it was not made to speak. certified: gets
-    what it computes."""
+    """Load the model and let it read texts. tensors: of its file; empty if it was not made to speak, None to compute
+    for the certificate alone. certified: gets what it computes."""
     from localinfer.loading.load import load
 
     try:
@@ -442,7 +442,7 @@ def _check_output(
         try:
             if certified is not None:
                 certified.add_outputs(llm)
-            found = list(_output_findings(llm))
+            found = [] if tensors is None else list(_output_findings(llm))
             if not found and tensors and "completion" in llm.info.capabilities:
                 found, unread = check_reading(llm, tensors)
                 result.unchecked.extend([] if unread is None else [unread])
