@@ -135,6 +135,12 @@ def decision_type(metadata: Mapping[str, object]) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def is_run(metadata: Mapping[str, object]) -> bool:
+    """Return False for a model made for decisions of a type that is not run."""
+    kind = decision_type(metadata)
+    return kind is None or kind in READOUTS | HEADS | JOINT | FOLDERS
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A question as it is asked once."""

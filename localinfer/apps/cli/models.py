@@ -159,7 +159,9 @@ EXIT_FINDINGS = 1
 @flag("--tensors", "List every tensor.")
 @flag("--ops", "List the ops that the model computes, without running it.")
 @flag("--verify", "Check every weight, vocabulary, template, settings and output; exit status 1 for findings.")
-@option("--certificate", "FILE", "Compare bit for bit with what `localinfer certify` wrote; exit status as above.")
+@option(
+    "--certificate", "FILE", "Compare bit for bit with what `localinfer certify` wrote; exit status 1 for differences."
+)
 @flag("--json as_json", "Print one JSON object, with all metadata.")
 @click.pass_context
 def show_command(
@@ -174,14 +176,16 @@ def show_command(
 
     description = describe_file(model, ops=ops)
     verification = None
-    if verify or certificate is not None:
-        from localinfer.apps.show.verify import verify_certificate, verify_model
+    if verify:
+        from localinfer.apps.show.verify import verify_model
 
         with Progress() as progress:
-            if verify or certificate is None:
-                verification = verify_model(model, progress, certificate)
-            else:
-                verification = verify_certificate(model, certificate, progress)
+            verification = verify_model(model, progress, certificate)
+    elif certificate is not None:
+        from localinfer.apps.show.verify import verify_certificate
+
+        with Progress() as progress:
+            verification = verify_certificate(model, certificate, progress)
     render = render_json if as_json else render_text
     click.echo(render(description, tensors=tensors, verification=verification))
     if verification is not None and verification.findings:

@@ -92,6 +92,9 @@ def test_models_made_for_decisions_need_no_state_or_are_refused_by_name(tmp_path
         assert "a head of type 'gliner', which is not run; wanted " in reply.json()["detail"][0]["msg"]
         reply = client.post("/v1/decisions", json={"input": "x", "questions": OPENAI, "model": "gliner"})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+        listed = client.get("/v1/models").json()
+    assert [one["id"] for one in listed["data"]] == ["lfm2-d1", "gliner"]
+    assert [one["name"] for one in listed["models"]] == ["lfm2-d1"]
 
 
 def test_models_that_answer_are_listed(http: httpx.Client) -> None:

@@ -34,7 +34,7 @@ async def models(request: Request) -> Response:
     registry = service_of(request).registry
     await registry.measure_all(_READ_SECONDS)
     found = registry.models()
-    deciding = [_decision_model(model) for model in found if {"completion", "decisions"} & {*model.capabilities}]
+    deciding = [_decision_model(model) for model in found if model.decides]
     return json_response({"object": "list", "data": [_card(model) for model in found], "models": deciding})
 
 

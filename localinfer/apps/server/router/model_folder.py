@@ -51,6 +51,8 @@ class MemoryNeed:
     """Bytes on disk."""
     trained_context_length: int | None = None
     """The context length that its file names."""
+    decides: bool = True
+    """False for a model made for decisions of a type that is not run."""
 
     def largest_context(self, available_bytes: int) -> int:
         """Tokens of context that fit beside the weights, 0 if not even the weights do."""
@@ -96,6 +98,7 @@ def measure_need(
     draft: path of a draft model that is loaded with it. mmproj: the option of its encoders of pictures and sounds.
     Raises: ModelFileError and below; RequestError for changes without meaning.
     """
+    from localinfer.generation.decision_readouts import is_run
     from localinfer.loading.memory.plan import plan_file, plan_memory
     from localinfer.loading.options import find_encoders
     from localinfer.models.load.assistant import is_assistant
@@ -128,6 +131,7 @@ def measure_need(
             capabilities(plan.config, file.metadata) + media,
             file.num_bytes,
             trained if isinstance(trained, int) else None,
+            is_run(file.metadata),
         )
     finally:
         file.close()

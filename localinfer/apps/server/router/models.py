@@ -67,6 +67,12 @@ class ServedModel:
                 return self.llm.capabilities
         return MemoryNeed(0, 0, 0).capabilities if self.need is None else self.need.capabilities
 
+    @property
+    def decides(self) -> bool:
+        """True if it answers questions with probabilities."""
+        is_run = self.need is None or self.need.decides
+        return is_run and bool({"completion", "decisions"} & {*self.capabilities})
+
     def info(self) -> "ModelInfo | None":
         """Properties while it is loaded; None if it is unloaded meanwhile, or its file cannot be read any more."""
         llm = self.llm
