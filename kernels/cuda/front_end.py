@@ -21,6 +21,8 @@ from numba.cuda.core.transforms import canonicalize_cfg
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.flags import CUDAFlags
 
+from localinfer.kernels.jit.operators import lower_operator
+
 
 class FunctionLibrary(codegen.CUDACodeLibrary):  # type: ignore[misc]
     """The IR of one function, and the libraries of the functions that it calls, in the order of calls."""
@@ -56,19 +58,10 @@ class FunctionLibrary(codegen.CUDACodeLibrary):  # type: ignore[misc]
 
 class _Lower(lowering.CUDALower):  # type: ignore[misc]
     def lower_binop(self, result: Any, expression: Any, operator: Any) -> Any:
-        """An operator on two values; numba-cuda first tries three ways to have a constant of one that is none."""
+        """An operator on two values."""
         if (expression.static_lhs, expression.static_rhs) != (ir.UNDEFINED, ir.UNDEFINED):
             return super().lower_binop(result, expression, operator)
-        context, signature = self.context, self.fndesc.calltypes[expression]
-        names = (expression.lhs.name, expression.rhs.name)
-        values = [
-            context.cast(self.builder, self.loadvar(name), self.typeof(name), kind)
-            for name, kind in zip(names, signature.args, strict=True)
-        ]
-        function = context.typing_context.resolve_value_type(operator)
-        exact = context.typing_context.resolve_function_type(function, signature.args, {})
-        value = context.get_function(function, exact)(self.builder, values)
-        return context.cast(self.builder, value, signature.return_type, result)
+        return lower_operator(self, result, expression, operator)
 
 
 class _Lowering(compiler.CUDANativeLowering):  # type: ignore[misc]

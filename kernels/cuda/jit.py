@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -21,6 +22,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 from localinfer.kernels.cuda import front_end
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY
 from localinfer.kernels.cuda.kernel_cache import entry_name
+from localinfer.kernels.jit.operators import KnownTypes
 
 _KINDS = {"q": types.int64, "f": types.float32}
 
@@ -119,40 +121,30 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     return _optimised([own.replace(f'@"{entries[0]}"', f"@{entry}"), *others], entry)
 
 
-_calls: dict[Any, Any] = {}
-_functions: dict[Any, Any] = {}
+_known_types = KnownTypes()
 
 
 @contextlib.contextmanager
 def _typed_once() -> Iterator[None]:
-    """Types a function, and its call on the same kinds of numbers, as before.
-
-    Otherwise operators of whole arrays are tried every time, which takes a fifth of the front end's time.
-    """
+    """Type a function, and its call on the same kinds of numbers, as before."""
     context = cuda_target.typing_context
-    resolve, resolve_value = context.resolve_function_type, context.resolve_value_type
+    resolve_call, resolve_value, insert = (
+        context.resolve_function_type,
+        context.resolve_value_type,
+        context._insert_global,
+    )
 
-    def known(function: Any, arguments: Any, named: Any) -> Any:
-        is_simple = getattr(function, "__module__", "") == "_operator" or isinstance(function, types.Function)
-        if named or not is_simple or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
-            return resolve(function, arguments, named)
-        key = (function, tuple(arguments))
-        if key not in _calls:
-            _calls[key] = resolve(function, arguments, named)
-        return _calls[key]
+    def inserted(value: Any, kind: Any) -> None:
+        _known_types.forget(value)
+        insert(value, kind)
 
-    def known_value(value: Any) -> Any:
-        if not callable(value):
-            return resolve_value(value)
-        if value not in _functions:
-            _functions[value] = resolve_value(value)
-        return _functions[value]
-
-    context.resolve_function_type, context.resolve_value_type = known, known_value
+    context.resolve_function_type = partial(_known_types.of_call, resolve_call)
+    context.resolve_value_type = partial(_known_types.of_value, resolve_value)
+    context._insert_global = inserted
     try:
         yield
     finally:
-        del context.resolve_function_type, context.resolve_value_type
+        del context.resolve_function_type, context.resolve_value_type, context._insert_global
 
 
 def _type_of(kinds: str, is_tuple: bool) -> Any:

@@ -39,6 +39,7 @@ from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, 
 from numba.core.typing import mathdecl, npydecl, templates
 
 from localinfer.kernels.jit import host
+from localinfer.kernels.jit.operators import KnownTypes, lower_operator
 
 NAME = "localinfer"
 
@@ -210,8 +211,7 @@ class _Typing(typing.Context):  # type: ignore[misc]
     _is_loaded = False
 
     def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
-        self._typed: dict[Any, Any] = {}
+        self._known = KnownTypes()
         super().__init__()
 
     def load_additional_registries(self) -> None:
@@ -226,26 +226,15 @@ class _Typing(typing.Context):  # type: ignore[misc]
             self._is_loaded = True
 
     def resolve_function_type(self, function: Any, arguments: Any, named: Any) -> Any:
-        """The signature of a call; where only kinds of numbers decide it, that of the same call before."""
-        is_simple = getattr(function, "__module__", "") == "_operator" or isinstance(function, types.Function)
-        if named or not is_simple or not all(isinstance(one, (types.Number, types.Boolean)) for one in arguments):
-            return super().resolve_function_type(function, arguments, named)
-        key = (function, tuple(arguments))
-        if key not in self._known:
-            self._known[key] = super().resolve_function_type(function, arguments, named)
-        return self._known[key]
+        """The signature of a call."""
+        return self._known.of_call(super().resolve_function_type, function, arguments, named)
 
     def resolve_value_type(self, value: Any) -> Any:
-        """The type of a value; that of a function as before."""
-        if not callable(value):
-            return super().resolve_value_type(value)
-        if value not in self._typed:
-            self._typed[value] = super().resolve_value_type(value)
-        return self._typed[value]
+        """The type of a value."""
+        return self._known.of_value(super().resolve_value_type, value)
 
     def _insert_global(self, value: Any, kind: Any) -> None:
-        # An operator gets another type with every overload that is registered for it.
-        self._typed.pop(value, None)
+        self._known.forget(value)
         super()._insert_global(value, kind)
 
 
@@ -271,19 +260,10 @@ class _Descriptor(registry.CPUTarget):  # type: ignore[misc]
 
 class _Lower(lowering.Lower):  # type: ignore[misc]
     def lower_binop(self, result: Any, expression: Any, operator: Any) -> Any:
-        """An operator on two values; Numba first tries three ways to have a constant of one that is none."""
+        """An operator on two values."""
         if (expression.static_lhs, expression.static_rhs) != (numba_ir.UNDEFINED, numba_ir.UNDEFINED):
             return super().lower_binop(result, expression, operator)
-        context, signature = self.context, self.fndesc.calltypes[expression]
-        names = (expression.lhs.name, expression.rhs.name)
-        values = [
-            context.cast(self.builder, self.loadvar(name), self.typeof(name), kind)
-            for name, kind in zip(names, signature.args, strict=True)
-        ]
-        function = context.typing_context.resolve_value_type(operator)
-        exact = context.typing_context.resolve_function_type(function, signature.args, {})
-        value = context.get_function(function, exact)(self.builder, values)
-        return context.cast(self.builder, value, signature.return_type, result)
+        return lower_operator(self, result, expression, operator)
 
 
 class _Lowering(typed_passes.NativeLowering):  # type: ignore[misc]
