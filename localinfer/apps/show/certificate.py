@@ -8,6 +8,7 @@ or was changed, and a machine that computes wrongly, both show; where tensors di
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ FORMAT = 1
 NUM_PROBES = 32
 _PROBE_TOKENS = 16
 _PROBE_CHARACTERS = 100
+_PROBES_AT_ONCE = 8
 _DIGEST_BYTES = 16
 _READ_BYTES = 64 << 20
 _UNCHECKED = "general."
@@ -267,8 +269,22 @@ def _outputs(llm: "LLM", probes: Sequence[NDArray[np.int32]]) -> Iterator[NDArra
         for vectors in llm.embed_many(list(probes), pooling="none", normalize=False):
             yield np.asarray(vectors, np.float32)
         return
-    for probe in probes:
-        yield llm.logits(probe, first=len(probe) - 1)[0]
+    from localinfer.engine.cache.sequence import forward
+    from localinfer.engine.sampling.sampler import not_finite_error
+
+    engine = llm._engine
+    # Weights are read once for each batch; the cache of a short context has few pages.
+    at_once = max(1, min(_PROBES_AT_ONCE, llm.context_length // PAGE_TOKENS))
+    for first in range(0, len(probes), at_once):
+        batch = probes[first : first + at_once]
+        last_rows = np.cumsum([probe.size for probe in batch], dtype=np.int32) - 1
+        with engine.exclusive_cache() as cache, ExitStack() as stack:
+            sequences = [stack.enter_context(closing(cache.open())) for _ in batch]
+            found = forward(engine.program.run, sequences, batch, last_rows).copy()
+        for probe, row in zip(batch, found, strict=True):
+            if not np.isfinite(row).all():
+                raise not_finite_error(probe.size)
+            yield row
 
 
 def _layer_keys(llm: "LLM") -> Iterator[str]:
