@@ -118,19 +118,28 @@ class Runner:
         ]
         self._pages = address(self._memory[0]) + np.arange(count, dtype=np.int64) * layout.page_bytes
         self._ids = np.random.default_rng(1).integers(0, VOCABULARY, CONTEXT).astype(np.int32)
+        self._state = 1
 
     def compute(self, start: int, count: int) -> None:
         """A batch at some position; states are read from one block and written to the other."""
         state, last = None, np.array([count - 1], np.int32)
         if self.model.kv_layout.states:
-            source, target = (address(self._memory[1 + (start + turn) % 2]) for turn in (0, 1))
-            state = StateStep(source if start else 0, [(count, target)])
+            source, self._state = self._state, 3 - self._state
+            state = StateStep(
+                address(self._memory[source]) if start else 0, [(count, address(self._memory[self._state]))]
+            )
         segment = Segment(start, count, self._pages, state=state)
         self.model.program.run(Batch(self._ids[start : start + count], [segment], last))
 
     def prefill(self, rows: int) -> float:
         """Seconds of a prompt."""
-        return _seconds(lambda: self.compute(0, rows))
+        most = self.model.program.max_batch_rows
+
+        def run() -> None:
+            for start in range(0, rows, most):
+                self.compute(start, min(most, rows - start))
+
+        return _seconds(run)
 
     def decode(self, rows: int) -> float:
         """Seconds of one token after a prompt of so many."""
