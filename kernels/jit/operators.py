@@ -1,6 +1,6 @@
-"""Operators and calls in Numba's front ends, that of the CPU and numba-cuda's: typed once, lowered without detours.
+"""Operators and calls in Numba's front end and in numba-cuda's: typed once, lowered without a search for constants.
 
-Both front ends are of one descent, with classes of their own, so what is alike in kernels' use of them stands here.
+numba-cuda has copies of Numba's classes, so neither front end can inherit from the other; both call this.
 """
 
 from collections.abc import Callable

@@ -16,6 +16,7 @@ from localinfer.kernels.jit import host, numba_target
 from localinfer.kernels.jit.compile_ahead import shares_of
 from localinfer.kernels.jit.numba import _keep_only, inline, optimised, outline
 from localinfer.kernels.jit.object_cache import target_machine
+from localinfer.kernels.jit.operators import KnownTypes
 
 WORD = types.int64
 NUMBERS = (types.int64, types.uint32, types.uint64, types.float32, types.float64, types.boolean)
@@ -118,12 +119,32 @@ def test_an_operator_has_a_meaning_that_comes_after_its_first_use() -> None:
     """As modules of kernels give operators on lanes one, while others have been compiled."""
     context, late = numba_target.function(_kernel).typingctx, types.Opaque("late")
     with target_override(numba_target.NAME):
+        context.refresh()
         known = context.resolve_value_type(operator.xor)
         assert signature(context, known, (late, late)) is None
         overload(operator.xor)(lambda a, b: (lambda a, b: b) if (a, b) == (late, late) else None)
         context.refresh()
         found = signature(context, context.resolve_value_type(operator.xor), (late, late))
     assert found is not None and found.return_type == late
+
+
+def test_types_are_kept_until_a_function_gets_another() -> None:
+    known, asked = KnownTypes(), []
+
+    def resolve(*given: Any) -> int:
+        asked.append(given)
+        return len(asked)
+
+    numbers, arrays = (types.int64, types.float32), (types.Array(types.int64, 1, "C"), types.int64)
+    assert [known.of_value(resolve, operator.add) for _ in range(2)] == [1, 1]
+    assert [known.of_value(resolve, 3) for _ in range(2)] == [2, 3]
+    known.forget(operator.add)
+    known.forget(operator.sub)
+    assert known.of_value(resolve, operator.add) == 4
+    assert [known.of_call(resolve, operator.add, numbers, {}) for _ in range(2)] == [5, 5]
+    assert known.of_call(resolve, operator.add, numbers[::-1], {}) == 6
+    assert [known.of_call(resolve, operator.add, arrays, {}) for _ in range(2)] == [7, 8]
+    assert [known.of_call(resolve, operator.add, numbers, {"named": types.int64}) for _ in range(2)] == [9, 10]
 
 
 @pytest.mark.parametrize("count", range(1, 9))
