@@ -128,11 +128,8 @@ _known_types = KnownTypes()
 def _typed_once() -> Iterator[None]:
     """Type a function, and its call on the same kinds of numbers, as before."""
     context = cuda_target.typing_context
-    resolve_call, resolve_value, insert = (
-        context.resolve_function_type,
-        context.resolve_value_type,
-        context._insert_global,
-    )
+    resolve_call, resolve_value = context.resolve_function_type, context.resolve_value_type
+    insert = context._insert_global
 
     def inserted(value: Any, kind: Any) -> None:
         _known_types.forget(value)

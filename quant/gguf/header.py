@@ -41,8 +41,8 @@ _KEY_MINIMUM_BYTES = 8 + 1 + 4 + 1
 _TENSOR_MINIMUM_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _WINDOW_BYTES = 1 << 18
 """In which strings are looked for at once: some 1 ms."""
-_FEW_STRINGS = 64
-"""Fewer than these in a window are found faster one by one, as are those behind them."""
+_SHORT_SHARE = 8
+"""Strings that take less than one part of so many of a window are found faster one by one, as are those behind them."""
 _read_u64 = struct.Struct("<Q").unpack_from
 _Record = TypeVar("_Record")
 
@@ -279,11 +279,13 @@ class _Walk:
                 if self.check is not None:
                     self.check()
                 give_way()
-                starts, num_bytes = _short_strings(header[position : position + _WINDOW_BYTES], left)
+                window = header[position : position + _WINDOW_BYTES]
+                starts, num_bytes = _short_strings(window, left)
                 entries.append(starts + np.uint32(position))
                 left -= len(starts)
                 position += num_bytes
-                if len(starts) < _FEW_STRINGS:
+                # At the header's end, too, where the next length is found missing.
+                if _SHORT_SHARE * num_bytes <= len(window):
                     rest, position = self._strings_one_by_one(header, position, min(left, PIECE), key)
                     entries.append(rest)
                     left -= len(rest)

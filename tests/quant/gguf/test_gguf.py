@@ -164,7 +164,7 @@ def test_strings_are_found_where_each_begins(write: WriteBytes, lengths: tuple[i
         assert model.metadata["b"] == 7
     for cut in (1, 4, 8, int(drawn[-1]) + 7, int(drawn[-1]) + 8):
         short = content[: content.index(text("b"), content.index(payload) + len(payload)) - cut]
-        with pytest.raises(CorruptFileError, match="ends|short|beyond|bytes"):
+        with pytest.raises(CorruptFileError, match="key 'a'"):
             read_gguf(write(short))
 
 
