@@ -33,6 +33,9 @@ _SUPER_BLOCK_LAYOUTS = tuple(layout for layout in Layout if SIZES[layout].unit =
 _IN_PLACE = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K, Layout.INT4_32, Layout.INT4_64, Layout.INT4_128)
 """Layouts of which one row takes upper nibbles where they are; more would have a sum each to shift."""
 
+_SLOW_LAYOUTS = (Layout.IQ4_XS, Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
+"""Layouts that AVX2 multiplies slower than memory is read: prefetches gain nothing."""
+
 WHOLE = 0x4B400000
 """Bits of the float32 3 * 2**22, whose last bits count whole numbers."""
 
@@ -44,16 +47,19 @@ def places_of(field: int) -> tuple[int, ...]:
     return (4 * field, 4 * field + 8) if field < MINUS_8_SUM else (2 * field + 16,)
 
 
-def prefetch_distance(layout: Layout, num_rows: int) -> tuple[int, int] | None:
+def prefetch_distance(layout: Layout, num_rows: int, path: ISA) -> tuple[int, int] | None:
     """Prefetch distance of a tile in bytes and cache level (3: the first level); None: no prefetch.
 
-    With one row hardware prefetchers saturate the memory bandwidth, and software prefetches would only occupy miss
-    buffers; but they do not follow the indices and masks of IQ3, two streams in a unit, nor the codes of Q6_K, whose
-    second half is read beside the first. With more work per byte they are slower, and a longer distance helps.
-    Measured: tests/bench/RESULTS.md.
+    With one row hardware prefetchers saturate the memory bandwidth where the work per byte is small, and software
+    prefetches would only occupy miss buffers. Where it is not they are late: with AVX2, and in the codes of Q6_K, whose
+    second half is read beside the first. They do not follow the indices and masks of IQ3 either, two streams in a unit.
+    Several rows are more work per byte, and a longer distance helps. Measured: tests/bench/RESULTS.md.
     """
-    if num_rows == 1 and layout is not Layout.Q6_K:
-        return (2048, 3) if layout in (Layout.IQ3_XXS, Layout.IQ3_S) else None
+    if num_rows == 1:
+        if path is ISA.AVX2 and layout not in _SLOW_LAYOUTS:
+            return 3072, 3
+        if layout is not Layout.Q6_K:
+            return (2048, 3) if layout in (Layout.IQ3_XXS, Layout.IQ3_S) else None
     return (4096, 3) if num_rows == 2 and layout not in _SUPER_BLOCK_LAYOUTS else (16384, 2)
 
 
@@ -120,7 +126,7 @@ class Tile:
         there are none: LLVM moves no load past a prefetch, so that all loads came first, into more registers than
         there are.
         """
-        chosen = prefetch_distance(self.layout, self.num_rows)
+        chosen = prefetch_distance(self.layout, self.num_rows, self.emit.isa)
         if chosen is None or self.emit.is_neon:
             return
         distance, level = chosen
