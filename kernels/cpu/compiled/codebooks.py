@@ -320,13 +320,15 @@ def _by_loads(tile: Tile, block: _Block) -> list[Value]:
     start, element = grid_address(emit, tile.layout), {4: I32, 8: I64}[grid.shape[1]]
     found = []
     for word, address in enumerate(block.indices):
+        wide = _wide_indices(emit, tile.load_codes(address, 0), block.high[word]) if block.high[word] else None
         for number in range(4):
             levels: Any = ir.Constant(vector(element), ir.Undefined)
             for lane in range(16):
-                place = b.zext(emit.load(address, I8, 4 * lane + number), I64)
-                for bit, mask in enumerate(block.high[word]):
-                    upper = b.and_(b.lshr(mask, emit.i64(4 * lane + number)), emit.i64(1))
-                    place = b.or_(place, b.shl(upper, emit.i64(8 + bit)))
+                index = 4 * lane + number
+                if wide is None:
+                    place = b.zext(emit.load(address, I8, index), I64)
+                else:
+                    place = b.zext(emit.load(wide, I16, 2 * _WIDE_PLACES[index], align=2), I64)
                 one = emit.load(b.add(start, b.mul(place, emit.i64(grid.shape[1]))), element, align=1)
                 levels = b.insert_element(levels, one, emit.i32(lane))
             if element is I32:
@@ -335,6 +337,25 @@ def _by_loads(tile: Tile, block: _Block) -> list[Value]:
             words = emit.bitcast(levels, vector(I32, 32))
             found += [emit.bitcast(emit.shuffle(words, list(range(half, 32, 2))), vector(I8, 64)) for half in range(2)]
     return found
+
+
+_WIDE_PLACES = [index & 32 | (index & 8) << 1 | (index & 16) >> 1 | index & 7 for index in range(64)]
+"""Where `_wide_indices` has each index: AVX2 interleaves bytes of eight of every sixteen."""
+
+
+def _wide_indices(emit: Emitter, low: Value, high: Sequence[Value]) -> Value:
+    """Address of 64 indices of 16 bits, of their low bytes and masks of the bits above.
+
+    In memory, since LLVM would take each bit out of its mask for a load, in registers that are not there.
+    """
+    b = emit.builder
+    upper = emit.zeros(I8, 64)
+    for bit, mask in enumerate(high):
+        one = b.select(_lanes_of(emit, mask), emit.splat_constant(I8, 1 << bit, 64), emit.zeros(I8, 64))
+        upper = b.or_(upper, one)
+    order = sorted(range(64), key=_WIDE_PLACES.__getitem__)
+    lanes = [index + 64 * part for index in order for part in range(2)]
+    return emit.stored(b.shuffle_vector(low, upper, ir.Constant(vector(I32, 128), lanes)))
 
 
 def grid_address(emit: Emitter, layout: Layout) -> Value:

@@ -227,6 +227,16 @@ class Emitter:
     def store(self, value: Value, address: Value, offset: int = 0, align: int = 1) -> None:
         self.builder.store(value, self.pointer(address, offset, align), align=align)
 
+    def stored(self, value: Value) -> Value:
+        """Address of a copy of a vector on the stack, of which LLVM knows nothing, so that it loads the parts."""
+        builder = self.builder
+        with builder.goto_entry_block():
+            place = builder.alloca(value.type)
+        place.align = 16
+        builder.store(value, place, align=16)
+        kind = ir.FunctionType(I64, [I64])
+        return builder.asm(kind, "", "=r,0,~{memory}", [builder.ptrtoint(place, I64)], True)
+
     def store_past_caches(self, value: Value, address: Value, offset: int = 0) -> None:
         """Store sixteen float32 at a multiple of 64 without reading what the line held into the caches first."""
         stored = self.builder.store(value, self.pointer(address, offset, 64), align=64)
