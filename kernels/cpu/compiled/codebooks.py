@@ -8,7 +8,7 @@ packed as two bytes per vector, and elsewhere by one load per vector from memory
 eighth, lie in a tile as masks: bit 4 * r + c of 64 is that of row r and column (or index) c of four.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from localinfer.kernels.cpu.compiled.emit import F16, F32, I1, I8, I16, I32, I64, Emitter, Value, vector
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
+from localinfer.kernels.jit.isa import ISA
 from localinfer.kernels.layouts import Layout, grid_vectors
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -214,40 +215,56 @@ _UNIT_OF_SCALES = {
 def grid_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[Value]:
     """One super-block, block by block."""
     emit, b = tile.emit, tile.emit.builder
-    header, body = tile.parts(super_block)
-    d = emit.mul(emit.load_floats(header, 0, F16), emit.splat_constant(F32, _UNIT_OF_SCALES[tile.layout]))
     first = b.mul(super_block, emit.i64(8))
 
     def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
         block = b.add(first, index)
-        column = b.mul(block, emit.i64(32))
-        records = tile.records(block)
-        found = _READERS[tile.layout](tile, header, body, index)
-        levels = _levels(tile, found)
-        groups = len(found.codes)
-        field = MINUS_8_SUM if groups == 1 else MINUS_8_HALF
-        vectors = 8 // groups
-        for group, code in enumerate(found.codes):
-            dots = [tile.started_from(record, field + 4 * group, shift=3) for record in records]
-            for j in range(vectors * group, vectors * (group + 1)):
-                tile.prefetch(block, tile.sizes.unit_bytes // 8, j, 8)
-                dots = tile.dot(dots, levels[j], column, 4 * j)
-            scale = emit.mul(d, emit.to_float(code))
-            totals = tile.add_dots(totals, dots, scale, records)
-        return totals
+        levels, scales = grid_block(tile, super_block, index)
+
+        def level(j: int) -> Value:
+            tile.prefetch(block, tile.sizes.unit_bytes // 8, j, 8)
+            return next(levels)
+
+        return add_grid_block(tile, block, totals, level, scales)
 
     return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
 
 
-def _levels(tile: Tile, block: _Block) -> list[Value]:
+def grid_block(tile: Tile, super_block: Value, index: Value) -> tuple[Iterator[Value], list[Value]]:
+    """Biased levels of a block of a super-block, vectors of four columns, and scales of all columns or of halves.
+
+    A vector is looked up when it is taken: AVX2's registers do not hold all eight.
+    """
+    emit = tile.emit
+    header, body = tile.parts(super_block)
+    d = emit.mul(emit.load_floats(header, 0, F16), emit.splat_constant(F32, _UNIT_OF_SCALES[tile.layout]))
+    found = _READERS[tile.layout](tile, header, body, index)
+    return _levels(tile, found), [emit.mul(d, emit.to_float(code)) for code in found.codes]
+
+
+def add_grid_block(
+    tile: Tile, block: Value, totals: list[Value], level: Callable[[int], Value], scales: Sequence[Value]
+) -> list[Value]:
+    """Add the products of a block's levels, vector by vector, to totals."""
+    column = tile.emit.builder.mul(block, tile.emit.i64(32))
+    records = tile.records(block)
+    field = MINUS_8_SUM if len(scales) == 1 else MINUS_8_HALF
+    vectors = 8 // len(scales)
+    for group, scale in enumerate(scales):
+        dots = [tile.started_from(record, field + 4 * group, shift=3) for record in records]
+        for j in range(vectors * group, vectors * (group + 1)):
+            dots = tile.dot(dots, level(j), column, 4 * j)
+        totals = tile.add_dots(totals, dots, scale, records)
+    return totals
+
+
+def _levels(tile: Tile, block: _Block) -> Iterator[Value]:
     """Eight vectors of four columns: levels with signs, plus the bias."""
     emit, b = tile.emit, tile.emit.builder
     magnitudes = _by_shuffles(tile, block) if emit.has_byte_permutes else _by_loads(tile, block)
-    results = []
     for mask, magnitude in zip(block.signs, magnitudes, strict=True):
         opposite = b.sub(emit.splat_constant(I8, 2 * BIAS, 64), magnitude)
-        results.append(b.select(_lanes_of(emit, mask), opposite, magnitude))
-    return results
+        yield b.select(_lanes_of(emit, mask), opposite, magnitude)
 
 
 def _lanes_of(emit: Emitter, mask: Value) -> Value:
@@ -313,31 +330,38 @@ def _small_codes(layout: Layout) -> tuple[list[int], tuple[NDArray[np.uint8], ND
     return levels.tolist(), (packed[:, 0], packed[:, 1])
 
 
-def _by_loads(tile: Tile, block: _Block) -> list[Value]:
+def _by_loads(tile: Tile, block: _Block) -> Iterator[Value]:
     """The same by one load for every vector of the grid and row."""
     emit, b = tile.emit, tile.emit.builder
     grid = grid_vectors(tile.layout.name)
     start, element = grid_address(emit, tile.layout), {4: I32, 8: I64}[grid.shape[1]]
-    found = []
+    # Two registers of AVX2 give every first or second word of their lanes in this order by one instruction.
+    lanes = _FOR_TWO_REGISTERS if element is I64 and emit.isa in _WITHOUT_MASKS else range(16)
     for word, address in enumerate(block.indices):
         wide = _wide_indices(emit, tile.load_codes(address, 0), block.high[word]) if block.high[word] else None
         for number in range(4):
+            source = tile.ordered(address if wide is None else wide)
             levels: Any = ir.Constant(vector(element), ir.Undefined)
-            for lane in range(16):
+            for place, lane in enumerate(lanes):
                 index = 4 * lane + number
                 if wide is None:
-                    place = b.zext(emit.load(address, I8, index), I64)
+                    entry = b.zext(emit.load(source, I8, index), I64)
                 else:
-                    place = b.zext(emit.load(wide, I16, 2 * _WIDE_PLACES[index], align=2), I64)
-                one = emit.load(b.add(start, b.mul(place, emit.i64(grid.shape[1]))), element, align=1)
-                levels = b.insert_element(levels, one, emit.i32(lane))
+                    entry = b.zext(emit.load(source, I16, 2 * _WIDE_PLACES[index], align=2), I64)
+                one = emit.load(b.add(start, b.mul(entry, emit.i64(grid.shape[1]))), element, align=1)
+                levels = b.insert_element(levels, one, emit.i32(place))
             if element is I32:
-                found.append(emit.bitcast(levels, vector(I8, 64)))
+                yield emit.bitcast(levels, vector(I8, 64))
                 continue
             words = emit.bitcast(levels, vector(I32, 32))
-            found += [emit.bitcast(emit.shuffle(words, list(range(half, 32, 2))), vector(I8, 64)) for half in range(2)]
-    return found
+            for half in range(2):
+                chosen = [2 * lanes.index(lane) + half for lane in range(16)]
+                yield emit.bitcast(emit.shuffle(words, chosen), vector(I8, 64))
 
+
+_WITHOUT_MASKS = (ISA.AVX2, ISA.AVX_VNNI)
+"""Paths of vectors of 32 bytes, which have no registers for masks."""
+_FOR_TWO_REGISTERS = (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
 
 _WIDE_PLACES = [index & 32 | (index & 8) << 1 | (index & 16) >> 1 | index & 7 for index in range(64)]
 """Where `_wide_indices` has each index: AVX2 interleaves bytes of eight of every sixteen."""
@@ -405,6 +429,8 @@ _EIGHTHS = 0x8888888888888888
 def _even_signs(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Value]:
     """Signs of which every eighth makes the number of minus signs even, and a mask of the bits stored instead of it."""
     b, emit = tile.emit.builder, tile.emit
+    if emit.isa in _WITHOUT_MASKS:
+        return _even_signs_by_vectors(tile, place, offset)
     masks = _masks(tile, place, offset, 8)
     others = emit.i64(0)
     for index in range(4):
@@ -418,6 +444,25 @@ def _even_signs(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Val
             b.and_(odd, emit.i64(_EIGHTHS ^ (1 << 64) - 1)), b.and_(parity, emit.i64(_EIGHTHS))
         )
     return masks, others
+
+
+def _even_signs_by_vectors(tile: Tile, place: Value, offset: int) -> tuple[list[Value], Value]:
+    """The same, four masks at once: without registers for masks, each becomes a vector of bytes by vectors."""
+    b, emit = tile.emit.builder, tile.emit
+
+    def splat(value: int) -> Value:
+        return emit.splat_constant(I64, value, 4)
+
+    masks = emit.load(place, vector(I64, 8), offset, align=8)
+    even, odd = (b.shuffle_vector(masks, masks, emit.constants(I32, list(range(half, 8, 2)))) for half in range(2))
+    stored, seven_of_odd = b.and_(odd, splat(_EIGHTHS)), b.and_(odd, splat(_EIGHTHS ^ (1 << 64) - 1))
+    seven = b.xor(even, seven_of_odd)
+    pairs = b.xor(seven, b.lshr(seven, splat(2)))
+    parity = b.and_(b.shl(b.xor(pairs, b.lshr(pairs, splat(1))), splat(3)), splat(_EIGHTHS))
+    whole = b.or_(seven_of_odd, parity)
+    moved = b.lshr(stored, emit.constants(I64, [3, 2, 1, 0]))
+    others = emit.call("llvm.vector.reduce.or.v4i64", I64, [moved])
+    return [b.extract_element((even, whole)[j % 2], emit.i32(j // 2)) for j in range(8)], others
 
 
 def _odd_of_mask(tile: Tile, mask: Value) -> Value:

@@ -171,7 +171,7 @@ class Tile:
             first, count = first // 8 * 8, 8
         offset = start + step * vector_number + 4 * first
         align = min(16 if self.layout is Layout.MXFP4 else 32, 4 * count)
-        return self.emit.load(self._address(address, lambda: address), vector(I8, 4 * count), offset, align)
+        return self.emit.load(self.ordered(address), vector(I8, 4 * count), offset, align)
 
     def load_bits(self, address: Value, offset: int) -> Value:
         """A vector whose bytes have bits of several vectors of codes, for `column_bits`."""
@@ -467,6 +467,10 @@ class Tile:
         if all(key != used for used, _ in self._used):
             self._used.append((key, self._latest[key]))
         return self._latest[key]
+
+    def ordered(self, address: Value) -> Value:
+        """An address, known when the products before are there where loads wait for them."""
+        return self._address(address, lambda: address)
 
     def _bytes4(self, row: Value, column: Value, offset: int) -> Value:
         """Four activation bytes, broadcast to all lanes."""

@@ -1,9 +1,10 @@
 """Products of many rows of activations with codes that are unpacked once: one super-block of a tile at a time.
 
 To put a code of Q4_K, Q5_K or Q6_K together takes as many operations as to multiply it by several rows, and registers
-that sums of eight rows need. Here a super-block's codes become bytes, and its scales float32, in memory that the
-first-level cache holds, before all rows of a block are multiplied by them; totals of the rows wait in memory meanwhile.
-Every total is the chain of operations of `blocks.py`, in its order.
+that sums of eight rows need; with AVX2 a code of a grid takes far more. Here a super-block's codes become bytes, and
+its scales float32, in memory that the first-level cache holds, before all rows of a block are multiplied by them;
+totals of the rows wait in memory meanwhile. Every total is the chain of operations of `blocks.py` or `codebooks.py`, in
+its order.
 
 Products of such rows by AMX are here as well (`emit_product`): sixteen rows by sixteen outputs by 16 or 32 columns in
 one instruction. Chunks of 256 columns of a tile are unpacked to signed bytes and multiplied by all rows of a block; the
@@ -21,6 +22,7 @@ from llvmlite import ir
 from numba import types
 
 from localinfer.kernels.cpu.compiled.blocks import bits_from, six_bit_scales
+from localinfer.kernels.cpu.compiled.codebooks import add_grid_block, grid_block
 from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, I64, LITERAL, VOID, Emitter, Value, emitted, vector
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
@@ -28,11 +30,20 @@ from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import AVX512, ISA
 from localinfer.kernels.layouts import Layout
 
-UNPACKED = (Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in AVX512 | {ISA.AVX2} else ()
+GRIDS = (Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
+UNPACKED = (
+    *((Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in AVX512 | {ISA.AVX2} else ()),
+    *(GRIDS if isa.SELECTED is ISA.AVX2 else ()),
+)
 """Layouts that are multiplied so, where that was measured to be faster."""
 ROWS = 4 if isa.SELECTED is ISA.AVX2 else 8
 """Rows of activations of a product."""
-LEAST_ROWS = {Layout.Q4_K: 16 if isa.SELECTED is ISA.AVX2 else 32, Layout.Q5_K: 16, Layout.Q6_K: 16}
+LEAST_ROWS = {
+    Layout.Q4_K: 16 if isa.SELECTED is ISA.AVX2 else 32,
+    Layout.Q5_K: 16,
+    Layout.Q6_K: 16,
+    **dict.fromkeys(GRIDS, 8),
+}
 """Rows from which on a super-block is unpacked: for fewer its bytes are written and read again for too few products."""
 MOST_ROWS = 1024
 """Rows whose totals there is memory for."""
@@ -51,7 +62,7 @@ def unpack(
 ) -> None:
     """Unpack one super-block of a tile."""
     tile = Tile(emit, Layout(layout), tile_address, column_count, [])
-    write = _unpack_six_bits if tile.layout is Layout.Q6_K else _unpack_pairs
+    write = _unpack_six_bits if tile.layout is Layout.Q6_K else _unpack_grid if tile.layout in GRIDS else _unpack_pairs
     write(tile, unit_number, buffer_address)
 
 
@@ -109,6 +120,24 @@ def _unpack_six_bits(tile: Tile, unit: Value, buffer: Value) -> None:
     emit.loop(emit.i64(0), emit.i64(2), 1, [], half_body)
 
 
+def _unpack_grid(tile: Tile, unit: Value, buffer: Value) -> None:
+    """Levels of a grid, a block at a time."""
+    emit, b = tile.emit, tile.emit.builder
+
+    def block_body(index: Value, carried: list[Value]) -> Sequence[Value]:
+        block, target = b.add(b.mul(unit, emit.i64(8)), index), tile.at(buffer, index, 512)
+        levels, scales = grid_block(tile, unit, index)
+        for j, level in enumerate(levels):
+            tile.prefetch(block, tile.sizes.unit_bytes // 8, j, 8)
+            emit.store(level, target, 64 * j, align=64)
+        place = tile.at(buffer, index, 64 * len(scales))
+        for group, scale in enumerate(scales):
+            emit.store(scale, place, _SCALES + 64 * group, align=64)
+        return []
+
+    emit.loop(emit.i64(0), emit.i64(8), 1, [], block_body)
+
+
 @emitted(VOID, LITERAL, *[types.int64] * 5)
 def unpacked_product(
     emit: Emitter, layout: int, table: Value, buffer_address: Value, column_count: Value, unit_number: Value,
@@ -120,7 +149,7 @@ def unpacked_product(
     """
     rows = [emit.load(table, I64, 8 * t, align=8) for t in range(ROWS)]
     tile = Tile(emit, Layout(layout), buffer_address, column_count, rows)
-    add = _add_six_bits if tile.layout is Layout.Q6_K else _add_blocks
+    add = _add_six_bits if tile.layout is Layout.Q6_K else _add_grid if tile.layout in GRIDS else _add_blocks
     totals = add(tile, unit_number, load_totals(emit, totals_address))
     for t, total in enumerate(totals):
         emit.store(total, totals_address, 64 * t, align=64)
@@ -145,6 +174,19 @@ def _add_blocks(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
             dots = tile.dot(dots, tile.load_codes(codes, j), column, 4 * j, largest=largest)
         totals = tile.add_dots(totals, dots, emit.load_floats(place, _SCALES), records)
         return tile.add_minimums(totals, emit.load_floats(place, _MINIMUMS), records)
+
+    return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
+
+
+def _add_grid(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
+    emit, b = tile.emit, tile.emit.builder
+    groups = 32 // group_columns(tile.layout)
+
+    def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
+        codes, place = tile.at(tile.tile, index, 512), tile.at(tile.tile, index, 64 * groups)
+        scales = [emit.load_floats(place, _SCALES + 64 * group) for group in range(groups)]
+        block = b.add(b.mul(unit, emit.i64(8)), index)
+        return add_grid_block(tile, block, totals, lambda j: tile.load_codes(codes, j), scales)
 
     return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
 
