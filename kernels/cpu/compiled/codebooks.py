@@ -364,7 +364,7 @@ _WITHOUT_MASKS = (ISA.AVX2, ISA.AVX_VNNI)
 _FOR_TWO_REGISTERS = (0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)
 
 _WIDE_PLACES = [index & 32 | (index & 8) << 1 | (index & 16) >> 1 | index & 7 for index in range(64)]
-"""Where `_wide_indices` has each index: AVX2 interleaves bytes of eight of every sixteen."""
+"""Places of indices in what `_wide_indices` stores: AVX2 interleaves bytes of eight of every sixteen."""
 
 
 def _wide_indices(emit: Emitter, low: Value, high: Sequence[Value]) -> Value:
