@@ -92,7 +92,9 @@ def make_speculation(
     if draft is not None:
         check_vocabularies(model.tokenizer, draft.tokenizer)
     costs = VerificationCosts(
-        _verification_seconds(model.program, model.kv_layout, progress, measure_again, may_measure)
+        _verification_seconds(
+            model.program, model.kv_layout, model.config.vocab_size, progress, measure_again, may_measure
+        )
     )
     has_ngram = speculation in ("auto", "ngram")
     return Speculation(
@@ -133,6 +135,7 @@ def check_vocabularies(own: "Tokenizer | None", drafts: "Tokenizer | None") -> N
 def _verification_seconds(
     program: Program,
     kv_layout: KVLayout,
+    vocab_size: int,
     progress: ProgressCallback | None,
     measure_again: bool,
     may_measure: bool,
@@ -155,11 +158,13 @@ def _verification_seconds(
     stage = Stage(progress, STAGE)
     run_batch = checked_run(program, stage)
     cache = SequenceCache(PagePool(kv_layout), max_length=max_rows)
+    # Of different tokens, since a router sends equal ones to the same experts, which are then read once.
+    tokens = np.linspace(0, vocab_size - 1, MAX_DRAFT_TOKENS + 1, dtype=np.int32)
 
     def run(num_rows: int) -> None:
         cache.truncate(0)
         rows = np.arange(num_rows, dtype=np.int32)
-        forward(run_batch, (cache,), (np.zeros(num_rows, np.int32),), rows, (num_rows - 1,))
+        forward(run_batch, (cache,), (tokens[:num_rows],), rows, (num_rows - 1,))
 
     measured = measure_costs(run, max_rows, stage)
     seconds = list(measured.seconds.values())
@@ -214,4 +219,7 @@ def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:
     if not isinstance(program, MeasurableProgram):
         return None
     work = [(op.kernel, op.rows.value, op.weight_bytes, op.multiply_adds) for op in program.operations()]
+    if any("expert" in op.kernel for op in program.operations()):
+        # Costs of experts were once measured with equal tokens.
+        work.append(("tokens", "different", 0, 0))
     return hashlib.sha256(f"{program.num_threads} {kv_layout.page_bytes} {work}".encode()).hexdigest()

@@ -34,14 +34,17 @@ SHAPES = {
     "0.5b": (24, 896, 14, 2, 64, 4864, 151936),
     "0.6b": (28, 1024, 16, 8, 128, 3072, 151936),
     "1b": (16, 2048, 32, 8, 64, 8192, 128256),
+    "mixture": (16, 1024, 16, 4, 64, 512, 151936),
 }
+_EXPERTS = {"mixture": (64, 8)}
+"""Experts of a layer, beside a shared one, and how many a token is sent to; a random router sends each to others."""
 _BASE = 1 << 22
 _PROMPT = 32
 _TURN = 12
 
 
 def write_model(path: Path, shape: str, type_name: str) -> None:
-    """Write a dense model with a draft layer, random weights and no tokenizer."""
+    """Write a model with a draft layer, random weights and no tokenizer."""
     layers, width, heads, kv_heads, size, inner, vocabulary = SHAPES[shape]
     writer = gguf.GGUFWriter(str(path), "glm4moe")
     writer.add_context_length(4096)
@@ -57,13 +60,20 @@ def write_model(path: Path, shape: str, type_name: str) -> None:
     writer.add_rope_freq_base(1e6)
     writer.add_vocab_size(vocabulary)
     writer.add_uint32("glm4moe.nextn_predict_layers", 1)
+    num_experts, num_chosen = _EXPERTS.get(shape, (0, 0))
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(num_chosen)
+        writer.add_expert_feed_forward_length(inner)
+        writer.add_expert_shared_count(1)
+        writer.add_leading_dense_block_count(0)
     kind = gguf.GGMLQuantizationType[type_name]
     base = np.random.default_rng(7).standard_normal(_BASE, dtype=np.float32) / np.sqrt(width)
     codes = gguf.quants.quantize(base.reshape(-1, 256), kind).reshape(-1)
     per_value = codes.size / _BASE
 
-    def matrix(name: str, rows: int, columns: int) -> None:
-        data = np.resize(codes, int(rows * columns * per_value)).reshape(rows, -1)
+    def matrix(name: str, rows: int, columns: int, *experts: int) -> None:
+        data = np.resize(codes, int(np.prod((*experts, rows, columns)) * per_value)).reshape(*experts, rows, -1)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
     def norm(name: str, length: int) -> None:
@@ -79,9 +89,13 @@ def write_model(path: Path, shape: str, type_name: str) -> None:
         matrix(f"{block}attn_k", kv_heads * size, width)
         matrix(f"{block}attn_v", kv_heads * size, width)
         matrix(f"{block}attn_output", width, heads * size)
-        matrix(f"{block}ffn_gate", inner, width)
-        matrix(f"{block}ffn_up", inner, width)
-        matrix(f"{block}ffn_down", width, inner)
+        for suffix, experts in (("_exps", (num_experts,)), ("_shexp", ())) if num_experts else (("", ()),):
+            matrix(f"{block}ffn_gate{suffix}", inner, width, *experts)
+            matrix(f"{block}ffn_up{suffix}", inner, width, *experts)
+            matrix(f"{block}ffn_down{suffix}", width, inner, *experts)
+        if num_experts:
+            router = np.random.default_rng(layer).standard_normal((num_experts, width), dtype=np.float32)
+            writer.add_tensor(f"{block}ffn_gate_inp.weight", router)
     block = f"blk.{layers}.nextn."
     matrix(f"{block}eh_proj", width, 2 * width)
     for name in ("enorm", "hnorm", "shared_head_norm"):
@@ -204,7 +218,7 @@ class Race:
 def main() -> None:
     """Print one line per chance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="mixture: of experts")
     parser.add_argument("--type", default="Q4_0", help="of all matrices")
     parser.add_argument("--model", type=Path, help="a file that was written before, or is to be kept")
     parser.add_argument("--chances", default="0,0.1,0.3,0.6,0.8")

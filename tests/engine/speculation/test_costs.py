@@ -130,6 +130,23 @@ def test_a_busy_machine_is_known_by_its_spread_and_the_least_times_count(
         assert seconds == pytest.approx(undisturbed)
 
 
+def test_rows_that_are_measured_are_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones go to the same experts, read once: drafts of mixtures seemed to cost nothing."""
+    seen = []
+
+    def measure(run: Any, *_: object) -> threads.Timings[int]:
+        run(16)
+        return threads.Timings(dict.fromkeys(ROWS, 1.0), True, 0.0)
+
+    monkeypatch.setattr(drafters, "measure_costs", measure)
+    monkeypatch.setattr(drafters, "checked_run", lambda *_: None)
+    monkeypatch.setattr(drafters, "forward", lambda run, caches, tokens, *_: seen.append(tokens[0].tolist()))
+    program: Any = SimpleNamespace(max_batch_rows=16, max_output_rows=16)
+    drafters._verification_seconds(program, KVLayout("f32", []), 300, None, False, True)
+    assert [len(set(tokens)) for tokens in seen] == [16]
+    assert min(seen[0]) >= 0 and max(seen[0]) < 300
+
+
 def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start took up to twice its time, for a measurement that it could not keep."""
     now, tries, is_calm = [1e9], [0], [False]
@@ -141,7 +158,7 @@ def test_beside_busy_programs_not_every_start_measures(tmp_path: Path, monkeypat
     def start(seconds: float, **options: bool) -> int:
         now[0] += seconds
         before = tries[0]
-        drafters._verification_seconds(program, layout, None, options.get("again", False), True)
+        drafters._verification_seconds(program, layout, 300, None, options.get("again", False), True)
         return tries[0] - before
 
     monkeypatch.setattr(threads, "cache_folder", lambda: tmp_path)
