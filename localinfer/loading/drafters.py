@@ -219,7 +219,7 @@ def _fingerprint(program: Program, kv_layout: KVLayout) -> str | None:
     if not isinstance(program, MeasurableProgram):
         return None
     work = [(op.kernel, op.rows.value, op.weight_bytes, op.multiply_adds) for op in program.operations()]
-    if any("expert" in op.kernel for op in program.operations()):
+    if any("expert" in kernel for kernel, *_ in work):
         # Costs of experts were once measured with equal tokens.
         work.append(("tokens", "different", 0, 0))
     return hashlib.sha256(f"{program.num_threads} {kv_layout.page_bytes} {work}".encode()).hexdigest()

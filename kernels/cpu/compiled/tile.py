@@ -33,7 +33,9 @@ _SUPER_BLOCK_LAYOUTS = tuple(layout for layout in Layout if SIZES[layout].unit =
 _IN_PLACE = (Layout.Q4_0, Layout.Q4_1, Layout.Q4_K, Layout.INT4_32, Layout.INT4_64, Layout.INT4_128)
 """Layouts of which one row takes upper nibbles where they are; more would have a sum each to shift."""
 
-_SLOW_LAYOUTS = (Layout.IQ4_XS, Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
+GRIDS = (Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
+"""Layouts whose codes select vectors of a table."""
+_SLOW_LAYOUTS = (Layout.IQ4_XS, *GRIDS)
 """Layouts that AVX2 multiplies slower than memory is read: prefetches gain nothing."""
 
 WHOLE = 0x4B400000

@@ -24,13 +24,12 @@ from numba import types
 from localinfer.kernels.cpu.compiled.blocks import bits_from, six_bit_scales
 from localinfer.kernels.cpu.compiled.codebooks import add_grid_block, grid_block
 from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, I64, LITERAL, VOID, Emitter, Value, emitted, vector
-from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, Tile
+from localinfer.kernels.cpu.compiled.tile import GRIDS, MINUS_8_HALF, Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import AVX512, ISA
 from localinfer.kernels.layouts import Layout
 
-GRIDS = (Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
 UNPACKED = (
     *((Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in AVX512 | {ISA.AVX2} else ()),
     *(GRIDS if isa.SELECTED is ISA.AVX2 else ()),

@@ -15,6 +15,7 @@ from llvmlite import binding as llvm, ir
 from numba import types
 
 from localinfer.kernels.cpu.compiled import attention_tiles, elementwise, kv_store, matmul
+from localinfer.kernels.cpu.compiled.tile import GRIDS
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.host import host_features
 from localinfer.kernels.jit.isa import ISA
@@ -61,7 +62,6 @@ LONG_TILE = "avx512vnni"
 
 Layouts that only the CPU has come in tiles of one row: it has all their instructions.
 """
-_GRIDS = (Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3_S)
 _EACH_BODY = (
     *(Layout.F16, Layout.Q8_0, Layout.Q5_K, Layout.Q6_K, Layout.INT4_32, Layout.MXFP4, Layout.NVFP4, Layout.IQ4_NL),
     *(Layout.Q3_K, Layout.IQ3_S, Layout.Q1_0),
@@ -71,7 +71,7 @@ _COMMON = (Layout.Q4_0, Layout.Q4_K, Layout.IQ4_XS)
 """Those of `bench_assembly.COMMON` that these lack."""
 _SPELLED = (Layout.F16, Layout.Q8_0, Layout.IQ3_S)
 _SOME_LAYOUTS = {
-    "avx512vbmi": _GRIDS,
+    "avx512vbmi": GRIDS,
     "avxvnni": _SPELLED,
     "avxvnni of avx512": _PAIRS,
     "generic": _PAIRS,
