@@ -22,7 +22,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 from localinfer.kernels.cuda import front_end
 from localinfer.kernels.cuda.device import OVERLAP_CAPABILITY
 from localinfer.kernels.cuda.kernel_cache import entry_name
-from localinfer.kernels.jit.operators import KnownTypes
+from localinfer.kernels.jit.operators import KnownTypes, collector_paused
 
 _KINDS = {"q": types.int64, "f": types.float32}
 
@@ -112,7 +112,7 @@ def kernel_ir(name: str, constants: tuple[int, ...]) -> str:
     """Optimised LLVM IR of a kernel, the same for every GPU."""
     source = find_template(name)
     made = source.make(*constants)
-    with global_compiler_lock, _typed_once():
+    with global_compiler_lock, _typed_once(), collector_paused():
         library = front_end.kernel_library(made, [*map(_type_of, source.parameters_of(made), source.is_tuple(made))])
     own, *others = [one.text for one in library.reached()]
     entries = re.findall(r'@"([^"]+)", !"kernel"', own)

@@ -39,7 +39,7 @@ from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, 
 from numba.core.typing import mathdecl, npydecl, templates
 
 from localinfer.kernels.jit import host
-from localinfer.kernels.jit.operators import KnownTypes, lower_operator
+from localinfer.kernels.jit.operators import KnownTypes, collector_paused, lower_operator
 
 NAME = "localinfer"
 
@@ -416,7 +416,7 @@ def function(source: Callable[..., Any], *, is_outlined: bool = False, **options
 
 def module_of(source: Callable[..., Any], signature: Any) -> tuple[Any, str]:
     """LLVM's module of a kernel, with all that it calls, not optimised; and the name of the kernel in it."""
-    with target_override(NAME):
+    with target_override(NAME), collector_paused():
         kernel = _Dispatcher(source, targetoptions=_OPTIONS, pipeline_class=_Compiler)
         compiled = kernel.get_compile_result(signature)
     return compiled.library.linked(), str(compiled.fndesc.llvm_cfunc_wrapper_name)

@@ -218,29 +218,45 @@ def _iq3_s(blocks: Blocks) -> FloatArray:
     return _scaled(scale, vectors, _signs(blocks["signs"]))
 
 
-def _shifted(scale: FloatArray, codes: NDArray[np.uint16], is_minus: NDArray[np.bool_]) -> FloatArray:
-    """Decode IQ1 vectors, moved by -1/8 or +1/8: scale and is_minus divide the block equally."""
-    vectors = grid(TensorType.IQ1_S)[codes].reshape(*is_minus.shape, -1)
-    moved = vectors + np.where(is_minus, np.float32(-0.125), np.float32(0.125))[..., None]
-    return scale[..., None] * moved.reshape(*scale.shape, -1)
+def iq1_scales(blocks: Blocks) -> NDArray[np.float16]:
+    """Scales of IQ1 blocks, one each."""
+    if "d" in (blocks.dtype.names or ()):
+        found: NDArray[np.float16] = blocks["d"]
+        return found
+    # IQ1_M: the four top nibbles together, lowest nibble first.
+    nibbles = blocks["scales"] >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16)
+    return np.bitwise_or.reduce(nibbles, axis=1).view(np.float16)
 
 
-def _iq1_s(blocks: Blocks) -> FloatArray:
-    words = blocks["qh"]
-    scale = _column(blocks["d"]) * (2 * (words >> 12 & 7) + 1).astype(np.float32)
-    high = (words[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16) & 7).reshape(len(blocks), -1)
-    return _shifted(scale, blocks["qs"] | high << 8, words >> 15 == 1)
+def iq1_codes(blocks: Blocks, type: TensorType) -> tuple[NDArray[np.uint8], NDArray[np.int8]]:
+    """Return uint8[blocks, 256], 32 + eight times the levels of IQ1, and int8[blocks, 16], factors of 16 columns."""
+    shifts = np.array([0, 3, 6, 9], dtype=np.uint16)
+    if type is TensorType.IQ1_S:
+        words = blocks["qh"]
+        high, is_minus = words[..., None] >> shifts & 7, np.repeat(words >> 15, 4, axis=1)
+        factors = np.repeat(words >> 12 & 7, 2, axis=1)
+    else:
+        nibbles = unpack_bits(blocks["qh"], 4, 1)
+        high, is_minus = nibbles & 7, nibbles >> 3
+        factors = (blocks["scales"][..., None] >> shifts & 7).reshape(len(blocks), -1)
+    indices = blocks["qs"] | high.reshape(len(blocks), -1).astype(np.uint16) << 8
+    # Eight levels at a time, as bytes of one number: each is moved by an eighth, up or down.
+    ones = 0x0101010101010101
+    moved = _iq1_table()[indices] + np.array([ones, (1 << 64) - ones], np.uint64)[is_minus]
+    return moved.view(np.uint8), (2 * factors + 1).astype(np.int8)
 
 
-def _iq1_m(blocks: Blocks) -> FloatArray:
-    words = blocks["scales"]
-    # The four top nibbles together are the float16 scale of the block, lowest nibble first.
-    nibbles = words >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16)
-    d = np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16).astype(np.float32)
-    codes = (words[..., None] >> np.array([0, 3, 6, 9], dtype=np.uint16) & 7).reshape(len(words), -1)
-    high = unpack_bits(blocks["qh"], 4, 1)
-    indices = blocks["qs"] | (high & 7).astype(np.uint16) << 8
-    return _shifted(d * (2 * codes + 1).astype(np.float32), indices, high >> 3 == 1)
+@cache
+def _iq1_table() -> NDArray[np.uint64]:
+    """Entries of the grid: 32 + 8 * level of eight columns, 24 or more, so that no byte borrows from the next one."""
+    return (32 + 8 * grid_vectors("IQ1_S")).astype(np.uint8).reshape(-1).view(np.uint64)
+
+
+def _iq1(blocks: Blocks, type: TensorType) -> FloatArray:
+    codes, factors = iq1_codes(blocks, type)
+    scale = _column(iq1_scales(blocks)) * factors.astype(np.float32)
+    levels = (codes.astype(np.float32) - 32) * np.float32(0.125)
+    return scale[..., None] * levels.reshape(len(blocks), 16, 16)
 
 
 _GRID_DECODERS: dict[TensorType, Callable[[Blocks], FloatArray]] = {
@@ -249,6 +265,6 @@ _GRID_DECODERS: dict[TensorType, Callable[[Blocks], FloatArray]] = {
     TensorType.IQ2_S: _iq2_s,
     TensorType.IQ3_XXS: _iq3_xxs,
     TensorType.IQ3_S: _iq3_s,
-    TensorType.IQ1_S: _iq1_s,
-    TensorType.IQ1_M: _iq1_m,
+    TensorType.IQ1_S: lambda blocks: _iq1(blocks, TensorType.IQ1_S),
+    TensorType.IQ1_M: lambda blocks: _iq1(blocks, TensorType.IQ1_M),
 }

@@ -275,10 +275,12 @@ def pack_bits(codes: NDArray[np.integer[Any]], bits: int, stride: int) -> NDArra
 
 
 def _trits(packed: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """TQ1_0's codes 0 to 2, `count` to a byte: multiplying by 3^n modulo 256 brings trit n to the top of the byte."""
-    powers = np.array([1, 3, 9, 27, 81], dtype=np.uint8)[:count, None]
-    rotated = (packed[:, None, :] * powers).reshape(len(packed), -1)
-    return (rotated.astype(np.uint16) * 3 >> 8).astype(np.uint8)
+    """TQ1_0's codes 0 to 2, `count` to a byte: multiplying by 3^n modulo 256 brings trit n to the top of the byte.
+
+    That byte, a fraction of 256, is below a third, below two thirds, or above.
+    """
+    rotated = np.stack([packed * np.uint8(3**index) for index in range(count)], axis=1).reshape(len(packed), -1)
+    return (rotated > 85).view(np.uint8) + (rotated > 170).view(np.uint8)
 
 
 def unpack_k_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

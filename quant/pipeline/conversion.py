@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from localinfer.errors import CorruptFileError, RequestError
 from localinfer.kernels.layouts import GGUF_LAYOUTS, Layout
-from localinfer.quant.formats.dequantize import activation_type, dequantize, group_scales, levels_of, tensor_blocks
+from localinfer.quant.formats.dequantize import (
+    activation_type,
+    dequantize,
+    group_scales,
+    iq1_codes,
+    iq1_scales,
+    levels_of,
+    tensor_blocks,
+)
 from localinfer.quant.formats.types import (
     Blocks,
     TensorType,
@@ -40,6 +48,10 @@ class _Conversion(Record):
     layout: Layout
     fields: Callable[[Blocks, TensorType], Fields]
     change: str
+    fits: Callable[[Blocks], bool] = lambda blocks: True
+    """False if the layout does not hold these weights."""
+    otherwise: "_Conversion | None" = None
+    """Conversion of weights that do not fit, or on devices without the layout."""
 
 
 def runs_directly(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> bool:
@@ -48,11 +60,11 @@ def runs_directly(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) 
 
 
 def layout_of(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> Layout:
-    """Return the layout a type runs in: its own, or the one `convert` gives it (MXFP4 may also become BF16).
+    """Return the layout a type runs in: its own, or the one that `convert` gives it unless scales are extreme.
 
     Raises: UnsupportedFormatError for the types that only hold activations (Q8_1, Q8_K).
     """
-    return _OWN_LAYOUTS[type] if runs_directly(type, layouts) else _conversion(type).layout
+    return _OWN_LAYOUTS[type] if runs_directly(type, layouts) else _conversion(type, layouts).layout
 
 
 def conversion_note(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS) -> str:
@@ -60,7 +72,7 @@ def conversion_note(type: TensorType, layouts: Collection[Layout] = GGUF_LAYOUTS
     before = bits_per_weight(type)
     if runs_directly(type, layouts):
         return f"{type.name} runs as it is in the file, {before:g} bits per weight"
-    conversion = _conversion(type)
+    conversion = _conversion(type, layouts)
     target = TensorType[conversion.layout.name]
     sizes = f"{bits_per_weight(target):g} bits per weight for {before:g}"
     place = " on a GPU" if type in _OWN_LAYOUTS else ""
@@ -85,9 +97,9 @@ def convert(
     blocks = tensor_blocks(data, type, shape)
     if runs_directly(type, layouts):
         return _OWN_LAYOUTS[type], blocks.view(np.uint8)
-    conversion = _conversion(type)
-    if type is TensorType.MXFP4 and not _scales_fit(blocks):
-        conversion = _WIDE_MXFP4
+    conversion = _conversion(type, layouts)
+    if conversion.otherwise and not conversion.fits(blocks):
+        conversion = conversion.otherwise
     target = TensorType[conversion.layout.name]
     result = np.empty(len(blocks) * block_size(type) // block_size(target), block_dtype(target))
     step = max(1, WEIGHTS_PER_CHUNK // block_size(type))
@@ -104,10 +116,11 @@ def convert(
     return conversion.layout, result.view(np.uint8)
 
 
-def _conversion(type: TensorType) -> _Conversion:
+def _conversion(type: TensorType, layouts: Collection[Layout]) -> _Conversion:
     if type not in _CONVERSIONS:
         raise activation_type(type)
-    return _CONVERSIONS[type]
+    found = _CONVERSIONS[type]
+    return found.otherwise if found.otherwise and found.layout not in layouts else found
 
 
 def _iq4(blocks: Blocks, type: TensorType) -> Fields:
@@ -122,7 +135,7 @@ def _mxfp4(blocks: Blocks, type: TensorType) -> Fields:
     return {"d": d.astype(np.float16), **pack_codes(levels + 16, TensorType.Q5_0)}
 
 
-def _scales_fit(blocks: Blocks) -> bool:
+def _exponents_fit(blocks: Blocks) -> bool:
     """True if float16 holds every MXFP4 scale that multiplies a weight: exponents -24 to 15."""
     step = max(1, WEIGHTS_PER_CHUNK // block_size(TensorType.MXFP4))
     for first in range(0, len(blocks), step):
@@ -134,9 +147,22 @@ def _scales_fit(blocks: Blocks) -> bool:
     return True
 
 
+def _iq1(blocks: Blocks, type: TensorType) -> Fields:
+    """Eighths of the scale, of which levels are whole numbers of at most nine, and factors of 16 columns."""
+    codes, factors = iq1_codes(blocks, type)
+    d = iq1_scales(blocks) * np.float16(0.125)
+    if not np.isfinite(d).all():
+        raise _beyond_float16(type, "a scale is")
+    return {"d": d, "scales": factors, **pack_codes(codes, TensorType.Q6_K)}
+
+
 def _bf16(blocks: Blocks, type: TensorType) -> Fields:
     values = dequantize(blocks.view(np.uint8), type, (len(blocks), block_size(type)))
     return {"value": (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)}
+
+
+def _ternary(blocks: Blocks, type: TensorType) -> Fields:
+    return {"d": blocks["d"], **pack_codes(unpack_codes(blocks, type), TensorType.TQ2_0)}
 
 
 def _few_codes(blocks: Blocks, type: TensorType) -> Fields:
@@ -155,6 +181,13 @@ def _plain(blocks: Blocks, type: TensorType) -> Fields:
     return {"value": blocks["value"].astype(np.float32)}
 
 
+def _beyond_float16(type: TensorType, found: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"a {type.name} tensor holds weights that are infinite, NaN or beyond float16 ({found}); "
+        "download or convert the model again"
+    )
+
+
 def _rounded(blocks: Blocks, type: TensorType) -> Fields:
     # Few models have such types, and every other load does without the encoders.
     from localinfer.quant.formats.reference_encoders import quantize
@@ -163,35 +196,28 @@ def _rounded(blocks: Blocks, type: TensorType) -> Fields:
     try:
         encoded = quantize(values, TensorType.Q8_0)
     except RequestError as error:
-        raise CorruptFileError(
-            f"a {type.name} tensor holds weights that are infinite, NaN or beyond float16 ({error}); "
-            "download or convert the model again"
-        ) from error
+        raise _beyond_float16(type, str(error)) from error
     target = encoded.reshape(-1).view(block_dtype(TensorType.Q8_0))
     return {"d": target["d"], "qs": target["qs"]}
 
 
 _EXACT = "every weight stays exactly the same"
 _ROUNDED_SCALES = "scales are rounded to float16, within 0.05 %"
+_EIGHTHS = "weights stay the same, or are rounded by 0.000004 at most where their scale is below 0.0005"
 _ROUNDED = "weights are rounded, by 0.5 % of a block's largest at most"
 
-_WIDE_MXFP4 = _Conversion(Layout.BF16, _bf16, _EXACT)
+_FEW_CODES = _Conversion(Layout.Q4_0, _few_codes, _EXACT)
+_BYTES = _Conversion(Layout.Q8_0, _rounded, _ROUNDED)
 _CONVERSIONS: dict[TensorType, _Conversion] = {
     TensorType.IQ4_NL: _Conversion(Layout.Q8_0, _iq4, _EXACT),
     TensorType.IQ4_XS: _Conversion(Layout.Q8_0, _iq4, _ROUNDED_SCALES),
-    TensorType.MXFP4: _Conversion(Layout.Q5_0, _mxfp4, _EXACT),
+    TensorType.MXFP4: _Conversion(Layout.Q5_0, _mxfp4, _EXACT, _exponents_fit, _Conversion(Layout.BF16, _bf16, _EXACT)),
     TensorType.Q3_K: _Conversion(Layout.Q6_K, _q3_k, _EXACT),
-    **{
-        type: _Conversion(Layout.Q4_0, _few_codes, _EXACT)
-        for type in (TensorType.TQ1_0, TensorType.TQ2_0, TensorType.Q1_0, TensorType.Q2_0)
-    },
-    **{
-        type: _Conversion(Layout.Q8_0, _rounded, _ROUNDED)
-        for type in (
-            *(TensorType.Q2_K, TensorType.NVFP4, TensorType.IQ1_S, TensorType.IQ1_M, TensorType.IQ2_XXS),
-            *(TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ3_XXS, TensorType.IQ3_S),
-        )
-    },
+    TensorType.TQ1_0: _Conversion(Layout.TQ2_0, _ternary, _EXACT, otherwise=_FEW_CODES),
+    **dict.fromkeys((TensorType.TQ2_0, TensorType.Q1_0, TensorType.Q2_0), _FEW_CODES),
+    **{type: _Conversion(Layout.Q6_K, _iq1, _EIGHTHS) for type in (TensorType.IQ1_S, TensorType.IQ1_M)},
+    **dict.fromkeys((TensorType.Q2_K, TensorType.NVFP4, TensorType.IQ2_XXS, TensorType.IQ2_XS), _BYTES),
+    **dict.fromkeys((TensorType.IQ2_S, TensorType.IQ3_XXS, TensorType.IQ3_S), _BYTES),
     **{
         type: _Conversion(Layout.F32, _plain, "numbers are rounded to float32 where it cannot hold them")
         for type in (TensorType.F64, TensorType.I8, TensorType.I16, TensorType.I32, TensorType.I64)

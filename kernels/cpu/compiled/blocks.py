@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from localinfer.kernels.cpu.compiled.codebooks import grid_body, iq4_body, mxfp4_body, nvfp4_body
 from localinfer.kernels.cpu.compiled.emit import F32, I8, I16, I32, Value, vector
 from localinfer.kernels.cpu.compiled.tile import MINUS_8_HALF, MINUS_8_SUM, Tile
 from localinfer.kernels.layouts import Layout
@@ -217,10 +218,10 @@ def _five_bits(tile: Tile, loaded: Value, rest: Value, first: Value) -> tuple[Va
     return b.and_(loaded, emit.splat_constant(I8, 31, count)), emit.inserted(upper, loaded, 5)
 
 
-def bits_from(tile: Tile, place: Value, vector_number: int, first: Value) -> Callable[[int], Value]:
-    """Two bits of every byte of a vector, from one on that is no constant; returns what makes one a fifth bit."""
+def bits_from(tile: Tile, place: Value, vector_number: int, first: Value, target: int = 4) -> Callable[[int], Value]:
+    """Bits of every byte of a vector, from one on that is no constant; returns what moves one to bit `target`."""
     shifted = _shifted(tile, tile.load_codes(place, vector_number), first)
-    return lambda number: tile.moved_bits(shifted, number, 1, 4)
+    return lambda number: tile.moved_bits(shifted, number, 1, target)
 
 
 def _shifted(tile: Tile, codes: Value, distance: Value) -> Value:
@@ -325,29 +326,27 @@ def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[V
     header, body = tile.parts(super_block)
     third_bits = body if layout is Layout.Q3_K else None
     codes_start = b.add(body, emit.i64(512)) if third_bits is not None else body
-    d = tile.floats(header)
-    # The activations' sums are stored times -8.
-    eighth = emit.mul(tile.floats(header, 32), tile.constant(F32, 0.125)) if layout is Layout.Q2_K else None
+    d, *eighth = bit_pair_factors(tile, header)
     first_unit = b.mul(super_block, emit.i64(2))
 
     def half_body(half: Value, totals: list[Value]) -> Sequence[Value]:
         unit = b.add(first_unit, half)
         codes = tile.at(codes_start, half, 512)
         column = b.mul(unit, emit.i64(128))
-        scales, minimums = _group_scales(tile, header, half)
+        scales, minimums = group_scales(tile, header, half)
         shift = b.trunc(b.mul(half, emit.i64(4)), I32)
-        for pair in range(2):
-            blocks = (2 * pair, 2 * pair + 1)
-            records = [
-                [tile.record(row, b.add(b.mul(unit, emit.i64(4)), emit.i64(k))) for row in tile.rows] for k in blocks
-            ]
+        # AVX2's registers hold no dot products of four rows and two blocks.
+        together = 1 if tile.is_ordered and tile.num_rows > 2 else 2
+        for first in range(0, 4, together):
+            blocks = range(first, first + together)
+            records = [tile.records(b.add(b.mul(unit, emit.i64(4)), emit.i64(k))) for k in blocks]
             dots: list[list[list[Value]]] = []
             for part in range(2):
                 dots.append(
                     [[_start(tile, record, k, part) for record in one] for k, one in zip(blocks, records, strict=True)]
                 )
                 for j in range(4 * part, 4 * part + 4):
-                    tile.prefetch(unit, tile.sizes.unit_bytes // 2, 8 * pair + j, 16)
+                    tile.prefetch(unit, tile.sizes.unit_bytes // 2, 8 * first // together + j, 32 // together)
                     loaded = tile.load_codes(codes, j)
                     upper = None
                     if third_bits is not None:
@@ -364,13 +363,21 @@ def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[V
                     parts = [_moved_back(tile, dots[part][index][t], k) for part in range(2)]
                     whole = _sum_of_groups(tile, scales[2 * k : 2 * k + 2], parts)
                     totals[t] = tile.accumulate(totals[t], whole, d, record)
-                    if eighth is not None:
+                    if eighth:
                         sums = [tile.record_int(record, MINUS_8_HALF + 4 * part) for part in range(2)]
                         least = _sum_of_groups(tile, minimums[2 * k : 2 * k + 2], sums)
-                        totals[t] = tile.accumulate(totals[t], least, eighth, record)
+                        totals[t] = tile.accumulate(totals[t], least, *eighth, record)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
+
+
+def bit_pair_factors(tile: Tile, header: Value) -> list[Value]:
+    """Factors of a super-block's sums and, of Q2_K, of its minimums: an eighth, since records have sums times -8."""
+    d = tile.floats(header)
+    if tile.layout is not Layout.Q2_K:
+        return [d]
+    return [d, tile.emit.mul(tile.floats(header, 32), tile.constant(F32, 0.125))]
 
 
 def _place(tile: Tile, k: int) -> int:
@@ -400,7 +407,7 @@ def _start(tile: Tile, record: Value, k: int, part: int) -> Value:
     return tile.of_record(record, I32, MINUS_8_HALF + 4 * part, moved)
 
 
-def _group_scales(tile: Tile, header: Value, half: Value) -> tuple[list[Value], list[Value]]:
+def group_scales(tile: Tile, header: Value, half: Value) -> tuple[list[Value], list[Value]]:
     """Scales and minimums of the eight groups of 128 columns, whole numbers below 2^15 in lanes of 32 bits."""
     b = tile.emit.builder
     if tile.layout is Layout.TQ2_0:
@@ -441,3 +448,37 @@ def _sum_of_groups(tile: Tile, scales: list[Value], sums: list[Value]) -> Value:
         # The upper halves of factors are zero, so what is in those of the sums does not matter.
         total = emit.dot_pairs(total, factors, emit.bitcast(value, shorts))
     return total
+
+
+Body = Callable[[Tile, Value, list[Value]], list[Value]]
+"""Adds the products of a unit, whose number it is given, to totals."""
+
+BODIES: dict[Layout, Body] = {
+    Layout.Q8_0: block_body,
+    Layout.Q4_0: block_body,
+    Layout.Q4_1: block_body,
+    Layout.Q5_0: block_body,
+    Layout.Q5_1: block_body,
+    Layout.Q4_K: q4_k_body,
+    Layout.Q5_K: q4_k_body,
+    Layout.Q6_K: q6_k_body,
+    Layout.INT4_32: group_body,
+    Layout.INT4_64: group_body,
+    Layout.INT4_128: group_body,
+    Layout.INT8_32: group_body,
+    Layout.MXFP4: mxfp4_body,
+    Layout.NVFP4: nvfp4_body,
+    Layout.IQ4_NL: iq4_body,
+    Layout.IQ4_XS: iq4_body,
+    Layout.Q2_K: bit_pair_body,
+    Layout.Q3_K: bit_pair_body,
+    Layout.TQ2_0: bit_pair_body,
+    Layout.IQ2_XXS: grid_body,
+    Layout.IQ2_XS: grid_body,
+    Layout.IQ2_S: grid_body,
+    Layout.IQ3_XXS: grid_body,
+    Layout.IQ3_S: grid_body,
+    Layout.Q1_0: few_bits_body,
+    Layout.Q2_0: few_bits_body,
+}
+"""Products of a unit of each layout whose codes are whole numbers, or select them."""

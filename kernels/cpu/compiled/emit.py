@@ -38,9 +38,16 @@ _UNMAPPED = 64
 """An address in a page that no process has, and a multiple of every alignment that is asked for."""
 
 
+@functools.cache
 def vector(element: Any, lanes: int = LANES) -> Any:
     """The IR type of `lanes` elements."""
     return ir.VectorType(element, lanes)
+
+
+@functools.cache
+def _constants(element: Any, values: tuple[float, ...], _text: str) -> Value:
+    """A vector of constants, whose IR is written once for all kernels; the text tells 0.0 and -0.0 apart."""
+    return ir.Constant(vector(element, len(values)), list(values))
 
 
 def _target_features(context: Any) -> frozenset[str]:
@@ -103,7 +110,7 @@ class Emitter:
         return ir.Constant(I64, value)
 
     def splat_constant(self, element: Any, value: float, lanes: int = LANES) -> Value:
-        return ir.Constant(vector(element, lanes), [value] * lanes)
+        return self.constants(element, [value] * lanes)
 
     def zeros(self, element: Any, lanes: int = LANES) -> Value:
         return ir.Constant(vector(element, lanes), None)
@@ -112,8 +119,7 @@ class Emitter:
         """Broadcast a scalar; from memory this folds into the consumer's broadcast operand."""
         kind = vector(value.type, lanes)
         first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, self.i32(0))
-        mask = ir.Constant(vector(I32, lanes), [0] * lanes)
-        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), mask)
+        return self.builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), self.splat_constant(I32, 0, lanes))
 
     def bitcast(self, value: Value, kind: Any) -> Value:
         return self.builder.bitcast(value, kind)
@@ -255,7 +261,7 @@ class Emitter:
     def store_first(self, value: Value, address: Value, count: Value) -> None:
         """Store the first `count` (i64; none of fewer than one) lanes of float32."""
         width = value.type.count
-        lanes = ir.Constant(vector(I64, width), list(range(width)))
+        lanes = self.constants(I64, range(width))
         mask = self.builder.icmp_signed("<", lanes, self.splat(count, width))
         kind = ir.FunctionType(ir.VoidType(), [value.type, ir.PointerType(), I32, vector(I1, width)])
         function = self.declare(f"llvm.masked.store.v{width}f32.p0", kind)
@@ -264,7 +270,7 @@ class Emitter:
     def load_first(self, address: Value, count: Value) -> Value:
         """The first `count` (i64, 0..16) of sixteen float32, and zeros; reads nothing after them."""
         builder = self.builder
-        lanes = ir.Constant(vector(I64), list(range(LANES)))
+        lanes = self.constants(I64, range(LANES))
         is_whole = builder.icmp_signed(">=", count, self.i64(LANES))
         with builder.if_else(is_whole) as (whole, part):
             with whole:
@@ -359,8 +365,7 @@ class Emitter:
     # Lanes
 
     def lanes(self, value: Value, start: int, count: int) -> Value:
-        mask = ir.Constant(vector(I32, count), list(range(start, start + count)))
-        return self.builder.shuffle_vector(value, value, mask)
+        return self.builder.shuffle_vector(value, value, self.constants(I32, range(start, start + count)))
 
     def shuffle(self, value: Value, places: Sequence[int]) -> Value:
         """The lanes of these numbers, which are constants."""
@@ -368,7 +373,7 @@ class Emitter:
 
     def constants(self, element: Any, values: Sequence[float]) -> Value:
         """A vector of different constants."""
-        return ir.Constant(vector(element, len(values)), list(values))
+        return _constants(element, tuple(values), repr(values))
 
     def bits_to_bytes(self, value: Value, places: Sequence[int]) -> Value:
         """Eight bits from each of four positions of every lane of 32 bits; only where `has_byte_permutes`.
@@ -376,7 +381,7 @@ class Emitter:
         Bits around a position that lie outside of the lane are the other's of a pair.
         """
         control = [(32 * (byte // 4 % 2) + places[byte % 4]) % 64 for byte in range(64)]
-        operands = [ir.Constant(vector(I8, 64), control), value]
+        operands = [self.constants(I8, control), value]
         return self.call("llvm.x86.avx512.pmultishift.qb.512", vector(I8, 64), operands)
 
     def join(self, parts: Sequence[Value]) -> Value:
@@ -384,15 +389,13 @@ class Emitter:
         values = list(parts)
         while len(values) > 1:
             count = 2 * values[0].type.count
-            mask = ir.Constant(vector(I32, count), list(range(count)))
+            mask = self.constants(I32, range(count))
             values = [self.builder.shuffle_vector(a, b, mask) for a, b in zip(values[::2], values[1::2], strict=True)]
         return values[0]
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """Sixteen vectors of sixteen lanes as a matrix, transposed."""
-        masks = [
-            ir.Constant(vector(I32), [lane for i in range(8) for lane in (half + i, half + i + 16)]) for half in (0, 8)
-        ]
+        masks = [self.constants(I32, [lane for i in range(8) for lane in (half + i, half + i + 16)]) for half in (0, 8)]
         # Interleaving vector i with vector i + 8, four times over, is the transposition.
         vectors = list(rows)
         for _ in range(4):
@@ -539,7 +542,7 @@ class Emitter:
         return self.lookup([level + bias for level in table], codes)
 
     def _bytes(self, table: Sequence[int], repetitions: int) -> Value:
-        return ir.Constant(vector(I8, 16 * repetitions), [value & 255 for value in table] * repetitions)
+        return self.constants(I8, [value & 255 for value in table] * repetitions)
 
     def _by_parts(
         self, total: Value, codes: Value, x: Value, width: int, part: Callable[[Value, Value, Value], Value]

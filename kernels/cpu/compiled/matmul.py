@@ -12,22 +12,14 @@ RECORD_BYTES: a float32 scale, and the sums that layouts with an offset or a min
 float32[K].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled.blocks import (
-    bit_pair_body,
-    block_body,
-    few_bits_body,
-    group_body,
-    q4_k_body,
-    q6_k_body,
-)
-from localinfer.kernels.cpu.compiled.codebooks import grid_body, iq4_body, mxfp4_body, nvfp4_body
+from localinfer.kernels.cpu.compiled.blocks import BODIES
 from localinfer.kernels.cpu.compiled.emit import (
     F16,
     F32,
@@ -57,6 +49,7 @@ from localinfer.kernels.cpu.compiled.pool import (
     take_units,
 )
 from localinfer.kernels.cpu.compiled.tile import (
+    GRIDS,
     MINUS_8_HALF,
     MINUS_8_SUM,
     SCALE,
@@ -66,6 +59,7 @@ from localinfer.kernels.cpu.compiled.tile import (
 )
 from localinfer.kernels.cpu.compiled.unpacked import (
     BUFFER_BYTES,
+    CHUNK_COLUMNS,
     FEW_MATRIX_ROWS,
     LEAST_ROWS,
     MATRIX_BYTES,
@@ -153,35 +147,6 @@ def quantize_rows(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     _quantize(p, row, slot, source, first, min(first + BLOCKS_PER_UNIT, blocks))
 
 
-_BODIES: dict[Layout, Callable[[Tile, Value, list[Value]], list[Value]]] = {
-    Layout.Q8_0: block_body,
-    Layout.Q4_0: block_body,
-    Layout.Q4_1: block_body,
-    Layout.Q5_0: block_body,
-    Layout.Q5_1: block_body,
-    Layout.Q4_K: q4_k_body,
-    Layout.Q5_K: q4_k_body,
-    Layout.Q6_K: q6_k_body,
-    Layout.INT4_32: group_body,
-    Layout.INT4_64: group_body,
-    Layout.INT4_128: group_body,
-    Layout.INT8_32: group_body,
-    Layout.MXFP4: mxfp4_body,
-    Layout.NVFP4: nvfp4_body,
-    Layout.IQ4_NL: iq4_body,
-    Layout.IQ4_XS: iq4_body,
-    Layout.Q2_K: bit_pair_body,
-    Layout.Q3_K: bit_pair_body,
-    Layout.TQ2_0: bit_pair_body,
-    Layout.IQ2_XXS: grid_body,
-    Layout.IQ2_XS: grid_body,
-    Layout.IQ2_S: grid_body,
-    Layout.IQ3_XXS: grid_body,
-    Layout.IQ3_S: grid_body,
-    Layout.Q1_0: few_bits_body,
-    Layout.Q2_0: few_bits_body,
-}
-
 _FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}
 
 
@@ -216,7 +181,7 @@ def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
     first = tiles[0]
     if first.layout in _FLOAT_ELEMENT:
         return [_float_totals(tile) for tile in tiles]
-    body, count = _BODIES[first.layout], len(first.rows)
+    body, count = BODIES[first.layout], len(first.rows)
 
     def unit_body(unit: Value, totals: list[Value]) -> list[Value]:
         return [
@@ -258,7 +223,7 @@ def _passes(
     else:
         is_read_once, count = num_rows == 1, LANES
         # The loads of grids are of sixteen rows.
-        if emit.is_neon and _BODIES.get(layout) is not grid_body and (num_rows > 1 or layout in _BY_HALVES):
+        if emit.is_neon and layout not in GRIDS and (num_rows > 1 or layout in _BY_HALVES):
             is_quarter = num_rows == 4 and layout in (*_BY_QUARTERS, Layout.IQ4_XS)
             count = LANES // 4 if is_quarter else LANES // 2
         if emit.isa is ISA.AVX2 and num_rows > 2 and layout in _FLOAT_ELEMENT:
@@ -488,12 +453,14 @@ def _unpacked_products(
         count = min(last - row, MOST_ROWS) // ROWS * ROWS
         for word in range(8 * count):
             store_i64(totals + 8 * word, 0)
-        for unit in range(k // 256):
-            unpack(layout, weights, k, unit, buffer)
+        for start_column in range(0, k, CHUNK_COLUMNS):
+            end_column = min(start_column + CHUNK_COLUMNS, k)
+            unpack(layout, weights, k, start_column, end_column, buffer)
             for start in range(0, count, ROWS):
                 for slot in range(ROWS):
                     store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
-                unpacked_product(layout, table, buffer, k, unit, totals + 64 * start)
+                total = totals + 64 * start
+                unpacked_product(layout, weights, k, table, buffer, start_column, end_column, total)
         _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
         row += count
     _products(layout, row, last, table, p, tile, x, x_stride, k)
@@ -511,7 +478,7 @@ def matrix_product(
         return
     chosen = Layout(layout)
     emit_product(
-        emit, _BODIES[chosen], chosen, tile_address, column_count, x, x_stride, num_rows, memory, totals_address
+        emit, BODIES[chosen], chosen, tile_address, column_count, x, x_stride, num_rows, memory, totals_address
     )
 
 
@@ -622,7 +589,7 @@ _unpacked_matrix_matmul = _matmul_by(_matrix_products_by(_unpacked_products))
 
 def _matmul_of(layout: Layout) -> Any:
     """The op of matrices of a layout."""
-    if isa.SELECTED is ISA.AMX and layout in _BODIES:
+    if isa.SELECTED is ISA.AMX and layout in BODIES:
         return _unpacked_matrix_matmul if layout in UNPACKED else _matrix_matmul
     return _unpacked_matmul if layout in UNPACKED else _matmul
 

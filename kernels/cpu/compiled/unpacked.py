@@ -2,9 +2,9 @@
 
 To put a code of Q4_K, Q5_K or Q6_K together takes as many operations as to multiply it by several rows, and registers
 that sums of eight rows need; with AVX2 a code of a grid takes far more. Here a super-block's codes become bytes, and
-its scales float32, in memory that the first-level cache holds, before all rows of a block are multiplied by them;
-totals of the rows wait in memory meanwhile. Every total is the chain of operations of `blocks.py` or `codebooks.py`, in
-its order.
+its scales factors that products take, in memory that the first-level cache holds, before all rows of a block are
+multiplied by them; totals of the rows wait in memory meanwhile. Every total is the chain of operations of `blocks.py`
+or `codebooks.py`, in its order. Of tables only the codes are kept, by the `Tile` that AMX has its codes from.
 
 Products of such rows by AMX are here as well (`emit_product`): sixteen rows by sixteen outputs by 16 or 32 columns in
 one instruction. Chunks of 256 columns of a tile are unpacked to signed bytes and multiplied by all rows of a block; the
@@ -21,18 +21,40 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from localinfer.kernels.cpu.compiled.blocks import bits_from, six_bit_scales
+from localinfer.kernels.cpu.compiled.blocks import (
+    BODIES,
+    Body,
+    bit_pair_factors,
+    bits_from,
+    group_scales,
+    six_bit_scales,
+)
 from localinfer.kernels.cpu.compiled.codebooks import add_grid_block, grid_block
-from localinfer.kernels.cpu.compiled.emit import I8, I16, I32, I64, LITERAL, VOID, Emitter, Value, emitted, vector
-from localinfer.kernels.cpu.compiled.tile import GRIDS, MINUS_8_HALF, Tile
+from localinfer.kernels.cpu.compiled.emit import (
+    I8,
+    I16,
+    I32,
+    I64,
+    LITERAL,
+    VOID,
+    Emitter,
+    PairSums,
+    Value,
+    emitted,
+    vector,
+)
+from localinfer.kernels.cpu.compiled.tile import GRIDS, MINUS_8_HALF, MINUS_8_SUM, Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import AVX512, ISA
 from localinfer.kernels.layouts import Layout
 
+_BIT_PAIRS = (Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0)
+_TABLES = (Layout.IQ4_NL, Layout.IQ4_XS)
+_FOR_AVX2 = (*_BIT_PAIRS, *_TABLES, *GRIDS)
 UNPACKED = (
     *((Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in AVX512 | {ISA.AVX2} else ()),
-    *(GRIDS if isa.SELECTED is ISA.AVX2 else ()),
+    *(_FOR_AVX2 if isa.SELECTED is ISA.AVX2 else ()),
 )
 """Layouts that are multiplied so, where that was measured to be faster."""
 ROWS = 4 if isa.SELECTED is ISA.AVX2 else 8
@@ -41,28 +63,52 @@ LEAST_ROWS = {
     Layout.Q4_K: 16 if isa.SELECTED is ISA.AVX2 else 32,
     Layout.Q5_K: 16,
     Layout.Q6_K: 16,
-    **dict.fromkeys(GRIDS, 8),
+    **dict.fromkeys(_FOR_AVX2, 8),
 }
 """Rows from which on a super-block is unpacked: for fewer its bytes are written and read again for too few products."""
+CHUNK_COLUMNS = 256
+"""Columns that are unpacked at a time: a super-block, or as many blocks."""
 MOST_ROWS = 1024
 """Rows whose totals there is memory for."""
 
 _SCALES = 4096
 _MINIMUMS = _SCALES + 8 * 64
 _STARTS = _SCALES + 16 * 64
-BUFFER_BYTES = _STARTS + ROWS * 64
-"""Of a super-block: codes of sixteen rows and 256 columns, sixteen vectors of scales, or eight and minimums, and of
-each row of activations the starts of sixteen dot products."""
+_WORDS_OF_MINIMUMS = _STARTS
+_FACTORS = _STARTS + 8 * 64
+BUFFER_BYTES = _FACTORS + 2 * 64
+"""Of a super-block: codes of sixteen rows and 256 columns, sixteen vectors of scales, or eight and minimums; of each
+row of activations the starts of sixteen dot products, or of each block a vector of minimums; two vectors of factors."""
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 4)
+@emitted(VOID, LITERAL, *[types.int64] * 5)
 def unpack(
-    emit: Emitter, layout: int, tile_address: Value, column_count: Value, unit_number: Value, buffer_address: Value
-) -> None:
-    """Unpack one super-block of a tile."""
-    tile = Tile(emit, Layout(layout), tile_address, column_count, [])
-    write = _unpack_six_bits if tile.layout is Layout.Q6_K else _unpack_grid if tile.layout in GRIDS else _unpack_pairs
-    write(tile, unit_number, buffer_address)
+    emit: Emitter, layout: int, tile_address: Value, column_count: Value, first: Value, last: Value,
+    buffer_address: Value,
+) -> None:  # fmt: skip
+    """Unpack columns first..last of a tile: a super-block, or as many units as it has columns, or are left."""
+    chosen, b = Layout(layout), emit.builder
+    if chosen in _TABLES:
+        codes = b.sub(buffer_address, b.mul(first, emit.i64(16)))
+        keeping = UnpackingTile(emit, chosen, tile_address, column_count, codes, is_signed=False)
+        _unpack_units(BODIES[chosen], keeping, first, last)
+        return
+    write, _ = _STEPS[chosen]
+    write(Tile(emit, chosen, tile_address, column_count, []), b.udiv(first, emit.i64(CHUNK_COLUMNS)), buffer_address)
+
+
+def _unpack_units(body: Body, tile: "UnpackingTile", first: Value, last: Value) -> None:
+    def unit_body(unit: Value, _: list[Value]) -> Sequence[Value]:
+        body(tile, unit, tile.no_totals())
+        return []
+
+    tile.emit.loop(*_units(tile, first, last), 1, [], unit_body)
+
+
+def _units(tile: Tile, first: Value, last: Value) -> tuple[Value, Value]:
+    """Units of columns first..last."""
+    unit = tile.emit.i64(tile.sizes.unit)
+    return tile.emit.builder.udiv(first, unit), tile.emit.builder.udiv(last, unit)
 
 
 def _unpack_pairs(tile: Tile, unit: Value, buffer: Value) -> None:
@@ -119,6 +165,44 @@ def _unpack_six_bits(tile: Tile, unit: Value, buffer: Value) -> None:
     emit.loop(emit.i64(0), emit.i64(2), 1, [], half_body)
 
 
+def _unpack_bit_pairs(tile: Tile, unit: Value, buffer: Value) -> None:
+    """Q2_K, Q3_K or TQ2_0, 128 columns at a time."""
+    emit, b = tile.emit, tile.emit.builder
+    header, body = tile.parts(unit)
+    third_bits = body if tile.layout is Layout.Q3_K else None
+    codes_start = b.add(body, emit.i64(512)) if third_bits is not None else body
+
+    def half_body(half: Value, carried: list[Value]) -> Sequence[Value]:
+        codes, target, place = (
+            tile.at(*one) for one in ((codes_start, half, 512), (buffer, half, 2048), (buffer, half, 512))
+        )
+        first_bit = b.trunc(b.mul(half, emit.i64(4)), I16)
+        for j in range(8):
+            tile.prefetch(b.add(b.mul(unit, emit.i64(2)), half), tile.sizes.unit_bytes // 2, j, 8)
+            loaded = tile.load_codes(codes, j)
+            third = None if third_bits is None else bits_from(tile, third_bits, j, first_bit, target=2)
+            for k in range(4):
+                pairs = tile.moved_bits(loaded, 2 * k, 3, 0)
+                emit.store(pairs if third is None else b.or_(pairs, third(k)), target, 512 * k + 64 * j, align=64)
+        scales, minimums = group_scales(tile, header, half)
+        both = emit.splat_constant(I32, 0x10001)
+        for group, scale in enumerate(scales):
+            # A product by two words of a dot product adds them as well.
+            factors = emit.bitcast(b.mul(scale, both), vector(I16, 32))
+            if tile.layout is Layout.Q3_K:
+                factors = b.sub(factors, emit.splat_constant(I16, 32, 32))
+            emit.store(factors, place, _SCALES + 64 * group, align=64)
+        place = tile.at(buffer, half, 256)
+        for k in range(len(minimums) // 2):
+            upper = b.shl(minimums[2 * k + 1], emit.splat_constant(I32, 16))
+            emit.store(b.or_(minimums[2 * k], upper), place, _WORDS_OF_MINIMUMS + 64 * k, align=64)
+        return []
+
+    emit.loop(emit.i64(0), emit.i64(2), 1, [], half_body)
+    for index, factor in enumerate(bit_pair_factors(tile, header)):
+        emit.store(factor, buffer, _FACTORS + 64 * index, align=64)
+
+
 def _unpack_grid(tile: Tile, unit: Value, buffer: Value) -> None:
     """Levels of a grid, a block at a time."""
     emit, b = tile.emit, tile.emit.builder
@@ -137,19 +221,26 @@ def _unpack_grid(tile: Tile, unit: Value, buffer: Value) -> None:
     emit.loop(emit.i64(0), emit.i64(8), 1, [], block_body)
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 5)
+@emitted(VOID, LITERAL, *[types.int64] * 7)
 def unpacked_product(
-    emit: Emitter, layout: int, table: Value, buffer_address: Value, column_count: Value, unit_number: Value,
-    totals_address: Value,
+    emit: Emitter, layout: int, tile_address: Value, column_count: Value, table: Value, buffer_address: Value,
+    first: Value, last: Value, totals_address: Value,
 ) -> None:  # fmt: skip
-    """Add the products of an unpacked super-block and ROWS rows to their totals.
+    """Add the products of the unpacked columns first..last and ROWS rows to their totals.
 
     table: address of int64[ROWS], the addresses of the rows. totals: of float32[ROWS][16].
     """
+    chosen, b = Layout(layout), emit.builder
     rows = [emit.load(table, I64, 8 * t, align=8) for t in range(ROWS)]
-    tile = Tile(emit, Layout(layout), buffer_address, column_count, rows)
-    add = _add_six_bits if tile.layout is Layout.Q6_K else _add_grid if tile.layout in GRIDS else _add_blocks
-    totals = add(tile, unit_number, load_totals(emit, totals_address))
+    totals = load_totals(emit, totals_address)
+    if chosen in _TABLES:
+        codes, body = b.sub(buffer_address, b.mul(first, emit.i64(16))), BODIES[chosen]
+        unpacked = UnpackedTile(emit, chosen, tile_address, column_count, rows, codes)
+        totals = emit.loop(*_units(unpacked, first, last), 1, totals, lambda unit, found: body(unpacked, unit, found))
+    else:
+        _, add = _STEPS[chosen]
+        tile = Tile(emit, chosen, buffer_address, column_count, rows)
+        totals = add(tile, b.udiv(first, emit.i64(CHUNK_COLUMNS)), totals)
     for t, total in enumerate(totals):
         emit.store(total, totals_address, 64 * t, align=64)
 
@@ -173,6 +264,50 @@ def _add_blocks(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
             dots = tile.dot(dots, tile.load_codes(codes, j), column, 4 * j, largest=largest)
         totals = tile.add_dots(totals, dots, emit.load_floats(place, _SCALES), records)
         return tile.add_minimums(totals, emit.load_floats(place, _MINIMUMS), records)
+
+    return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
+
+
+def _add_bit_pairs(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
+    """Sums of 16 columns and their offset fit words, which take a scale by the product that adds two of them."""
+    emit, b, layout = tile.emit, tile.emit.builder, tile.layout
+    has_minimums = layout is Layout.Q2_K
+    d, *eighth = (emit.load_floats(tile.tile, _FACTORS + 64 * index) for index in range(1 + has_minimums))
+    largest, parts = (7 if layout is Layout.Q3_K else 3), (1 if layout is Layout.TQ2_0 else 2)
+
+    def start(record: Value, part: int) -> Value:
+        """-sum(x) of a block of TQ2_0, or -4 * sum(x) of half a block of Q3_K, in one of two words."""
+        if has_minimums:
+            return PairSums(emit.zeros(I32), [], 0)
+        field, shift = (MINUS_8_SUM, 3) if parts == 1 else (MINUS_8_HALF + 4 * part, 1)
+        word = b.and_(b.ashr(emit.load(record, I32, field, align=4), I32(shift)), I32(0xFFFF))
+        return PairSums(emit.zeros(I32), [emit.bitcast(emit.splat(word, 8), vector(I16, 16))] * 2, 64 * 127)
+
+    def block_body(index: Value, totals: list[Value]) -> Sequence[Value]:
+        block = b.add(b.mul(unit, emit.i64(8)), index)
+        codes, place = tile.at(tile.tile, index, 512), tile.at(tile.tile, index, 128)
+        column, records = b.mul(block, emit.i64(32)), tile.records(block)
+        wholes = [emit.zeros(I32) for _ in records]
+        for part in range(parts):
+            dots = [start(record, part) for record in records]
+            for j in range(8 * part // parts, 8 * (part + 1) // parts):
+                dots = tile.dot(dots, tile.load_codes(codes, j), column, 4 * j, largest=largest)
+            factors = emit.splat_constant(I16, 1, 32)
+            if layout is not Layout.TQ2_0:
+                factors = emit.load(place, factors.type, _SCALES + 64 * part, align=64)
+            wholes = [
+                emit.dot_pairs(whole, factors, emit.join(dot.words)) for whole, dot in zip(wholes, dots, strict=True)
+            ]
+        for t, record in enumerate(records):
+            totals[t] = tile.accumulate(totals[t], wholes[t], d, record)
+            if has_minimums:
+                first, second = (emit.load(record, I32, MINUS_8_HALF + 4 * part, align=4) for part in range(2))
+                word = b.or_(b.and_(first, I32(0xFFFF)), b.shl(second, I32(16)))
+                sums = emit.bitcast(emit.splat(word), vector(I16, 32))
+                minimums = emit.load(tile.at(tile.tile, index, 64), sums.type, _WORDS_OF_MINIMUMS, align=64)
+                least = emit.dot_pairs(emit.zeros(I32), minimums, sums)
+                totals[t] = tile.accumulate(totals[t], least, *eighth, record)
+        return totals
 
     return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
 
@@ -234,12 +369,17 @@ def _add_six_bits(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)
 
 
+_STEPS: dict[Layout, tuple[Callable[[Tile, Value, Value], None], Body]] = {
+    **dict.fromkeys((Layout.Q4_K, Layout.Q5_K), (_unpack_pairs, _add_blocks)),
+    Layout.Q6_K: (_unpack_six_bits, _add_six_bits),
+    **dict.fromkeys(_BIT_PAIRS, (_unpack_bit_pairs, _add_bit_pairs)),
+    **dict.fromkeys(GRIDS, (_unpack_grid, _add_grid)),
+}
+"""Functions that unpack a super-block to a buffer, and that add its products from there."""
+
+
 # Products by AMX.
 
-Body = Callable[[Tile, Value, list[Value]], list[Value]]
-
-CHUNK_COLUMNS = 256
-"""Columns that are unpacked at a time: a super-block, or as many blocks."""
 MATRIX_ROWS, FEW_MATRIX_ROWS = 16, 8
 """Rows of activations of one product; the last one may be of the few."""
 
@@ -269,9 +409,12 @@ class UnpackingTile(Tile):
     Codes for which a dot product starts at a multiple of the activations' sum are stored less that multiple.
     """
 
-    def __init__(self, emit: Emitter, layout: Layout, tile: Value, columns: Value, target: Value) -> None:
+    def __init__(
+        self, emit: Emitter, layout: Layout, tile: Value, columns: Value, target: Value, *, is_signed: bool = True
+    ) -> None:
         # As many rows as no body treats apart.
         super().__init__(emit, layout, tile, columns, [None] * FEW_MATRIX_ROWS)
+        self._is_signed = is_signed
         self.target = target
         """Address of what would be the codes of column 0."""
         self._offset = 0
@@ -279,7 +422,7 @@ class UnpackingTile(Tile):
 
     @property
     def takes_signed(self) -> bool:
-        return True
+        return self._is_signed
 
     def record(self, row: Any, block: Value) -> Any:
         return None
@@ -305,7 +448,7 @@ class UnpackingTile(Tile):
         largest: int = 127,
     ) -> list[Value]:
         emit = self.emit
-        less = 128 if product == emit.dot_biased else self._offset
+        less = 0 if not self._is_signed else 128 if product == emit.dot_biased else self._offset
         signed = emit.builder.sub(codes, emit.splat_constant(I8, less, 64)) if less else codes
         emit.store(signed, self.at(self.target, column, 16), 16 * offset, align=64)
         return dots
@@ -317,6 +460,35 @@ class UnpackingTile(Tile):
 
     def add_minimums(self, totals: list[Value], minimum: Value, block: list[Any]) -> list[Value]:
         return totals
+
+
+class UnpackedTile(Tile):
+    """Multiplies codes of a unit that an `UnpackingTile` has kept."""
+
+    def __init__(
+        self, emit: Emitter, layout: Layout, tile: Value, columns: Value, rows: Sequence[Value], codes: Value
+    ) -> None:
+        super().__init__(emit, layout, tile, columns, rows)
+        self._codes = codes
+        """Address of what would be the codes of column 0."""
+
+    def prefetch(self, unit: Value, unit_bytes: int, part: int, parts: int) -> None:
+        """Nothing: the tile has been read."""
+
+    def load_codes(self, address: Value, vector_number: int, step: int = 64, start: int = 0) -> Value:
+        return self.emit.zeros(I8, 64)
+
+    def dot(
+        self,
+        dots: list[Value],
+        codes: Value,
+        column: Value,
+        offset: int,
+        product: Callable[..., Value] | None = None,
+        largest: int = 127,
+    ) -> list[Value]:
+        place = self.at(self._codes, column, 16)
+        return super().dot(dots, super().load_codes(place, offset // 4), column, offset, product, largest)
 
 
 class SummingTile(Tile):
@@ -476,12 +648,7 @@ class _Products:
         emit, b = self._emit, self._emit.builder
         target = b.sub(self._memory, b.mul(first, emit.i64(16)))
         tile = UnpackingTile(emit, self._layout, self._tile, self._columns, target)
-
-        def unit_body(unit: Value, _: list[Value]) -> Sequence[Value]:
-            self._body(tile, unit, tile.no_totals())
-            return []
-
-        emit.loop(*self._units(first, last), 1, [], unit_body)
+        _unpack_units(self._body, tile, first, last)
 
     def add(self, first: Value, last: Value, row: Value, count: int) -> Sequence[Value]:
         """Add the chunk's products by `count` rows (literal), from `row` on, to their totals."""
@@ -494,14 +661,10 @@ class _Products:
         place = b.add(self._totals, b.mul(row, emit.i64(64)))
         tile = SummingTile(emit, self._layout, self._tile, self._columns, count, x, self._stride, sums)
         totals = [emit.load_floats(place, 64 * t) for t in range(count)]
-        totals = emit.loop(*self._units(first, last), 1, totals, lambda unit, found: self._body(tile, unit, found))
+        totals = emit.loop(*_units(tile, first, last), 1, totals, lambda unit, found: self._body(tile, unit, found))
         for t, total in enumerate(totals):
             emit.store(total, place, 64 * t, align=64)
         return []
-
-    def _units(self, first: Value, last: Value) -> tuple[Value, Value]:
-        unit = self._emit.i64(Tile(self._emit, self._layout, self._tile, self._columns, []).sizes.unit)
-        return self._emit.builder.udiv(first, unit), self._emit.builder.udiv(last, unit)
 
     def _multiply(self, first: Value, last: Value, x: Value, count: int) -> None:
         """Dot products of every group of the chunk, to memory."""

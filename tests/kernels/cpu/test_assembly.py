@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from localinfer.kernels.cpu.compiled import matmul
+from localinfer.kernels.cpu.compiled import blocks
 from localinfer.kernels.layouts import PAIRED_LAYOUTS, SHARED_PAIRED_LAYOUTS, Layout, is_float
 from tests.bench.bench_assembly import COMMON, innermost, spills
 from tests.kernels.cpu.emit_assembly import TARGETS, pieces_of, runs_here
@@ -138,6 +138,6 @@ def test_every_target_is_looked_at(listings: Listings) -> None:
 @pytest.mark.parametrize("target", ["avxvnni of avx512", "generic", "neon", "i8mm", "pairs"])
 def test_every_function_of_products_is_compiled(target: str) -> None:
     def functions(names: Iterable[str]) -> set[object]:
-        return {matmul._BODIES.get(Layout[name]) for name in names if name in Layout.__members__}
+        return {blocks.BODIES.get(Layout[name]) for name in names if name in Layout.__members__}
 
     assert functions(pieces_of(target)) == functions(Layout.__members__)

@@ -129,7 +129,7 @@ def test_matmul_gives_a_row_the_same_bits_among_so_many_that_codes_are_unpacked_
     layout: Layout, pool: ThreadPool, two_threads: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localinfer.kernels.cpu.lower.matmul.ACTIVATION_BYTES_PER_BLOCK", 1 << 20)
-    shape, few = (37, 512), min(LEAST_ROWS.values()) - 1
+    shape, few = (37, 512 + SIZES[layout].unit), min(LEAST_ROWS.values()) - 1
     weight = linear(pool, layout, random_weights(layout, shape, 27), shape)
     x = random_rows(MOST_ROWS + LEAST_ROWS[layout] + 3, shape[1], 28)
     counts = [min(few, len(x) - first) for first in range(0, len(x), few)]

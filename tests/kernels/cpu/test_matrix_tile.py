@@ -12,7 +12,7 @@ import pytest
 from llvmlite import binding as llvm
 from numba import types
 
-from localinfer.kernels.cpu.compiled import emit, matmul
+from localinfer.kernels.cpu.compiled import blocks, emit, matmul
 from localinfer.kernels.cpu.compiled.unpacked import FEW_MATRIX_ROWS as FEW_ROWS, MATRIX_BYTES, group_columns
 from localinfer.kernels.cpu.kernel_abi import activation_row_bytes
 from localinfer.kernels.cpu.lower import matmul as matrix_rows
@@ -34,7 +34,7 @@ from tests.support.samples import one_of_each
 
 LAYOUTS = one_of_each(
     (layout for layout in Layout if not is_float(layout)),
-    lambda layout: (matmul._BODIES[layout].__name__, group_columns(layout), SIZES[layout].unit == 256),
+    lambda layout: (blocks.BODIES[layout].__name__, group_columns(layout), SIZES[layout].unit == 256),
 )
 """One of each body, since compiling one takes 2 s; `CASES=all` tries all 26."""
 ROWS = 2 * FEW_ROWS + FEW_ROWS

@@ -1,5 +1,7 @@
 """Every type that kernels of a device do not read, converted and decoded again, against what the file means."""
 
+import re
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ EXACT = {
     TensorType.TQ2_0: Layout.Q4_0,
     TensorType.Q1_0: Layout.Q4_0,
     TensorType.Q2_0: Layout.Q4_0,
+    TensorType.IQ1_S: Layout.Q6_K,
+    TensorType.IQ1_M: Layout.Q6_K,
     TensorType.I8: Layout.F32,
     TensorType.I16: Layout.F32,
 }
@@ -30,8 +34,8 @@ ROUNDED = {
     **{
         type: 5e-3
         for type in (
-            *(TensorType.Q2_K, TensorType.NVFP4, TensorType.IQ1_S, TensorType.IQ1_M, TensorType.IQ2_XXS),
-            *(TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ3_XXS, TensorType.IQ3_S),
+            *(TensorType.Q2_K, TensorType.NVFP4, TensorType.IQ2_XXS, TensorType.IQ2_XS, TensorType.IQ2_S),
+            *(TensorType.IQ3_XXS, TensorType.IQ3_S),
         )
     },
 }
@@ -93,7 +97,31 @@ def test_convert_keeps_every_weight_where_it_says_so(type: TensorType) -> None:
     assert layout is EXACT[type] is layout_of(type, CUDA_LAYOUTS)
     np.testing.assert_array_equal(found, wanted)
     if type not in {TensorType.I8, TensorType.I16}:
-        assert "exactly" in conversion_note(type, CUDA_LAYOUTS)
+        assert re.search("exactly|stay the same", conversion_note(type, CUDA_LAYOUTS))
+
+
+@pytest.mark.parametrize("type", [TensorType.IQ1_S, TensorType.IQ1_M], ids=lambda type: type.name)
+def test_convert_rounds_weights_of_iq1_with_small_scales_as_little_as_it_says(type: TensorType) -> None:
+    raw = random_tensor(type, 7 * 64, seed=6)
+    scales = (np.random.default_rng(7).standard_normal(7 * 64) * 3e-4).astype(np.float16)
+    blocks = raw.view(block_dtype(type))
+    if type is TensorType.IQ1_S:
+        blocks["d"] = scales
+    else:
+        nibbles = scales.view(np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16)
+        blocks["scales"] = blocks["scales"] & 0x0FFF | nibbles << 12
+    _, found, wanted = convert_and_decode(type, raw, rows=7)
+    difference = np.abs(found - wanted)
+    assert 0 < difference.max() <= 4.1e-6
+    assert "0.000004" in conversion_note(type)
+
+
+def test_convert_keeps_ternary_weights_at_two_bits_where_kernels_read_them() -> None:
+    raw, shape = random_tensor(TensorType.TQ1_0, 21, seed=8), (7, 3 * 256)
+    layout, converted = convert(raw, TensorType.TQ1_0, shape)
+    assert layout is Layout.TQ2_0 is layout_of(TensorType.TQ1_0)
+    wanted = dequantize(raw, TensorType.TQ1_0, shape)
+    np.testing.assert_array_equal(dequantize(converted, TensorType.TQ2_0, shape), wanted)
 
 
 @pytest.mark.parametrize("type", ROUNDED, ids=lambda type: type.name)
