@@ -172,6 +172,7 @@ class CpuWeights:
         self._unpacked: list[UnpackedMatrix] = []
         self._packs_behind: CpuProgram | None = None
         self._arena = Arena()
+        self._num_threads = pool.num_threads
         self._pack: Callable[..., Any] = partial(pack, pool, arena=self._arena)
         self._done_bytes = 0
         self._stage = _LOADING
@@ -353,7 +354,7 @@ class CpuWeights:
             return layout_of(type, self._layouts), data
         with named_tensor(name):
             self.notes[type] = conversion_note(type, self._layouts)
-            return convert(data, type, shape, done, self._layouts)
+            return convert(data, type, shape, done, self._layouts, self._num_threads)
 
     def _still_loading(self, *_: int) -> None:
         """Report again how far it is, so that a caller of many steps in a row hears of each."""

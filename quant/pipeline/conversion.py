@@ -6,6 +6,8 @@ the CPU, so every function takes the layouts that a device reads.
 """
 
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,7 @@ def convert(
     shape: tuple[int, ...],
     done: Callable[[int, int], None] | None = None,
     layouts: Collection[Layout] = GGUF_LAYOUTS,
+    num_threads: int = 1,
 ) -> tuple[Layout, NDArray[np.uint8]]:
     """Rewrite a tensor in one of the layouts that kernels read; types that run directly come back as they are.
 
@@ -103,7 +106,8 @@ def convert(
     target = TensorType[conversion.layout.name]
     result = np.empty(len(blocks) * block_size(type) // block_size(target), block_dtype(target))
     step = max(1, WEIGHTS_PER_CHUNK // block_size(type))
-    for first in range(0, len(blocks), step):
+
+    def rewrite(first: int) -> tuple[int, int]:
         chunk = blocks[first : first + step]
         start = first * block_size(type) // block_size(target)
         part = result[start : start + len(chunk) * block_size(type) // block_size(target)]
@@ -111,8 +115,16 @@ def convert(
             fields = conversion.fields(chunk, type)
         for name, values in fields.items():
             part[name] = values.reshape(part[name].shape)
-        if done is not None:
-            done(first * blocks.itemsize, (first + len(chunk)) * blocks.itemsize)
+        return first * blocks.itemsize, (first + len(chunk)) * blocks.itemsize
+
+    # Of chunks that an exception leaves unread, those that wait are cancelled as the iterator is closed.
+    with (
+        ThreadPoolExecutor(num_threads) as threads,
+        closing(threads.map(rewrite, range(0, len(blocks), step))) as stretches,
+    ):
+        for stretch in stretches:
+            if done is not None:
+                done(*stretch)
     return conversion.layout, result.view(np.uint8)
 
 

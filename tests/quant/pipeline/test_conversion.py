@@ -163,9 +163,31 @@ def test_convert_gives_the_same_in_chunks_of_any_size(type: TensorType, monkeypa
     raw, shape = random_tensor(type, 30, seed=4), (3, 2, 5 * block_size(type))
     layout, whole = convert(raw, type, shape, layouts=CUDA_LAYOUTS)
     monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 512)
-    again, parts = convert(raw, type, shape, layouts=CUDA_LAYOUTS)
-    assert again is layout
-    np.testing.assert_array_equal(parts, whole)
+    for num_threads in (1, 3):
+        starts, ends = list[int](), list[int]()
+
+        def done(start: int, end: int, starts: list[int] = starts, ends: list[int] = ends) -> None:
+            starts.append(start)
+            ends.append(end)
+
+        again, parts = convert(raw, type, shape, done, CUDA_LAYOUTS, num_threads)
+        assert again is layout
+        np.testing.assert_array_equal(parts, whole)
+        assert [*starts, raw.size] == [0, *ends]
+
+
+def test_convert_ends_with_what_its_callback_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "WEIGHTS_PER_CHUNK", 256)
+    told: list[int] = []
+
+    def stop(start: int, end: int) -> None:
+        told.append(start)
+        raise KeyboardInterrupt
+
+    raw = random_tensor(TensorType.TQ1_0, 64, seed=9)
+    with pytest.raises(KeyboardInterrupt):
+        convert(raw, TensorType.TQ1_0, (64, 256), stop, num_threads=2)
+    assert told == [0]
 
 
 def test_convert_takes_read_only_bytes_of_a_map() -> None:
