@@ -225,7 +225,8 @@ def iq1_scales(blocks: Blocks) -> NDArray[np.float16]:
         return found
     # IQ1_M: the four top nibbles together, lowest nibble first.
     nibbles = blocks["scales"] >> 12 << np.array([0, 4, 8, 12], dtype=np.uint16)
-    return np.bitwise_or.reduce(nibbles, axis=1).view(np.float16)
+    joined: NDArray[np.float16] = np.bitwise_or.reduce(nibbles, axis=1).view(np.float16)
+    return joined
 
 
 def iq1_codes(blocks: Blocks, type: TensorType) -> tuple[NDArray[np.uint8], NDArray[np.int8]]:

@@ -7,7 +7,6 @@ the CPU, so every function takes the layouts that a device reads.
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -117,14 +116,13 @@ def convert(
             part[name] = values.reshape(part[name].shape)
         return first * blocks.itemsize, (first + len(chunk)) * blocks.itemsize
 
-    # Of chunks that an exception leaves unread, those that wait are cancelled as the iterator is closed.
-    with (
-        ThreadPoolExecutor(num_threads) as threads,
-        closing(threads.map(rewrite, range(0, len(blocks), step))) as stretches,
-    ):
-        for stretch in stretches:
+    threads = ThreadPoolExecutor(num_threads)
+    try:
+        for stretch in threads.map(rewrite, range(0, len(blocks), step)):
             if done is not None:
                 done(*stretch)
+    finally:
+        threads.shutdown(cancel_futures=True)
     return conversion.layout, result.view(np.uint8)
 
 

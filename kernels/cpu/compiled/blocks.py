@@ -366,7 +366,7 @@ def bit_pair_body(tile: Tile, super_block: Value, totals: list[Value]) -> list[V
                     if eighth:
                         sums = [tile.record_int(record, MINUS_8_HALF + 4 * part) for part in range(2)]
                         least = _sum_of_groups(tile, minimums[2 * k : 2 * k + 2], sums)
-                        totals[t] = tile.accumulate(totals[t], least, *eighth, record)
+                        totals[t] = tile.accumulate(totals[t], least, eighth[0], record)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(2), 1, totals, half_body)

@@ -306,7 +306,7 @@ def _add_bit_pairs(tile: Tile, unit: Value, totals: list[Value]) -> list[Value]:
                 sums = emit.bitcast(emit.splat(word), vector(I16, 32))
                 minimums = emit.load(tile.at(tile.tile, index, 64), sums.type, _WORDS_OF_MINIMUMS, align=64)
                 least = emit.dot_pairs(emit.zeros(I32), minimums, sums)
-                totals[t] = tile.accumulate(totals[t], least, *eighth, record)
+                totals[t] = tile.accumulate(totals[t], least, eighth[0], record)
         return totals
 
     return emit.loop(emit.i64(0), emit.i64(8), 1, totals, block_body)
