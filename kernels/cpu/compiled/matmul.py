@@ -21,11 +21,9 @@ from numba import types
 
 from localinfer.kernels.cpu.compiled.blocks import BODIES
 from localinfer.kernels.cpu.compiled.emit import (
-    F16,
     F32,
     FLOAT,
     I8,
-    I16,
     I32,
     I64,
     LANES,
@@ -49,6 +47,7 @@ from localinfer.kernels.cpu.compiled.pool import (
     take_units,
 )
 from localinfer.kernels.cpu.compiled.tile import (
+    FLOAT_ELEMENT,
     GRIDS,
     MINUS_8_HALF,
     MINUS_8_SUM,
@@ -61,15 +60,22 @@ from localinfer.kernels.cpu.compiled.unpacked import (
     BUFFER_BYTES,
     CHUNK_COLUMNS,
     FEW_MATRIX_ROWS,
+    FLOAT_BYTES,
+    FLOAT_COLUMNS,
+    LEAST_FLOAT_ROWS,
     LEAST_ROWS,
     MATRIX_BYTES,
+    MOST_FLOAT_ROWS,
     MOST_ROWS,
     ROWS,
     UNPACKED,
     emit_product,
+    float_product,
+    join_float_totals,
     load_totals,
     unpack,
     unpacked_product,
+    widen,
 )
 from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES, SCRATCH_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION, QUANTIZE
@@ -147,13 +153,10 @@ def quantize_rows(p: Any, batch: int, thread: int, row: int, part: int) -> None:
     _quantize(p, row, slot, source, first, min(first + BLOCKS_PER_UNIT, blocks))
 
 
-_FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}
-
-
 def _float_totals(tile: Tile) -> list[Value]:
     """Float weights: even and odd columns are summed apart, so that two chains hide each other's latency."""
     emit, b = tile.emit, tile.emit.builder
-    element, column_bytes = _FLOAT_ELEMENT[tile.layout], tile.sizes.unit_bytes
+    element, column_bytes = FLOAT_ELEMENT[tile.layout], tile.sizes.unit_bytes
     count = len(tile.rows)
 
     def step(column: Value, offset: int, totals: list[Value]) -> list[Value]:
@@ -179,7 +182,7 @@ def _float_totals(tile: Tile) -> list[Value]:
 def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
     """The products of tiles over all columns, unit by unit of all of them; of each, a total per activation row."""
     first = tiles[0]
-    if first.layout in _FLOAT_ELEMENT:
+    if first.layout in FLOAT_ELEMENT:
         return [_float_totals(tile) for tile in tiles]
     body, count = BODIES[first.layout], len(first.rows)
 
@@ -226,7 +229,7 @@ def _passes(
         if emit.is_neon and layout not in GRIDS and (num_rows > 1 or layout in _BY_HALVES):
             is_quarter = num_rows == 4 and layout in (*_BY_QUARTERS, Layout.IQ4_XS)
             count = LANES // 4 if is_quarter else LANES // 2
-        if emit.isa is ISA.AVX2 and num_rows > 2 and layout in _FLOAT_ELEMENT:
+        if emit.isa is ISA.AVX2 and num_rows > 2 and layout in FLOAT_ELEMENT:
             # Sixteen registers are as many as the sums of even and of odd columns.
             count = LANES // 2
         for first in range(0, LANES, count):
@@ -315,7 +318,7 @@ if isa.pairs_rows():
     def _row_address(emit: Emitter, layout: int, start: Value, stride: Value, index: Value) -> Value:
         """Address of a row of activations, which lies beside another one unless they are float32."""
         b = emit.builder
-        if layout in _FLOAT_ELEMENT:
+        if layout in FLOAT_ELEMENT:
             return b.add(start, b.mul(index, stride))
         second = b.and_(index, emit.i64(1))
         return b.add(b.add(start, b.mul(b.sub(index, second), stride)), b.mul(second, emit.i64(8)))
@@ -413,7 +416,7 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
 
 _BUFFER = 512
 """Bytes of a thread's scratch memory for the table of a product, behind which an unpacked super-block lies."""
-assert _BUFFER + max(BUFFER_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, (
+assert _BUFFER + max(BUFFER_BYTES, FLOAT_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, (
     "totals of so many rows need more scratch memory"
 )
 
@@ -461,6 +464,35 @@ def _unpacked_products(
                     store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
                 total = totals + 64 * start
                 unpacked_product(layout, weights, k, table, buffer, start_column, end_column, total)
+        _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
+        row += count
+    _products(layout, row, last, table, p, tile, x, x_stride, k)
+
+
+@compose
+def _float_products(
+    layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int
+) -> None:
+    """`_products` of floats, of which a chunk of columns is widened once for all rows, if there are enough of them."""
+    weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
+    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
+    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
+    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
+    row, buffer = first, table + _BUFFER
+    totals = buffer + FLOAT_BYTES
+    while last - row >= LEAST_FLOAT_ROWS and k % FLOAT_COLUMNS == 0:
+        count = min(last - row, MOST_FLOAT_ROWS) // ROWS * ROWS
+        for word in range(16 * count):
+            store_i64(totals + 8 * word, 0)
+        for start_column in range(0, k, CHUNK_COLUMNS):
+            end_column = min(start_column + CHUNK_COLUMNS, k)
+            widen(layout, weights, start_column, end_column, buffer)
+            for start in range(0, count, ROWS):
+                for slot in range(ROWS):
+                    store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
+                float_product(layout, weights, table, buffer, start_column, end_column, totals + 128 * start)
+        for start in range(0, count, ROWS):
+            join_float_totals(totals + 128 * start, totals + 64 * start)
         _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
         row += count
     _products(layout, row, last, table, p, tile, x, x_stride, k)
@@ -583,6 +615,7 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
 
 
 _matmul, _unpacked_matmul = _matmul_by(_products), _matmul_by(_unpacked_products)
+_float_matmul = _matmul_by(_float_products)
 _matrix_matmul = _matmul_by(_matrix_products_by(_products))
 _unpacked_matrix_matmul = _matmul_by(_matrix_products_by(_unpacked_products))
 
@@ -591,6 +624,8 @@ def _matmul_of(layout: Layout) -> Any:
     """The op of matrices of a layout."""
     if isa.SELECTED is ISA.AMX and layout in BODIES:
         return _unpacked_matrix_matmul if layout in UNPACKED else _matrix_matmul
+    if isa.SELECTED is ISA.AVX2 and layout in FLOAT_ELEMENT:
+        return _float_matmul
     return _unpacked_matmul if layout in UNPACKED else _matmul
 
 

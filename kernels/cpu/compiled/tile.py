@@ -38,6 +38,9 @@ GRIDS = (Layout.IQ2_XXS, Layout.IQ2_XS, Layout.IQ2_S, Layout.IQ3_XXS, Layout.IQ3
 _SLOW_LAYOUTS = (Layout.IQ4_XS, *GRIDS)
 """Layouts that AVX2 multiplies slower than memory is read: prefetches gain nothing."""
 
+FLOAT_ELEMENT = {Layout.F32: F32, Layout.F16: F16, Layout.BF16: I16}
+"""Elements of the layouts of floats."""
+
 WHOLE = 0x4B400000
 """Bits of the float32 3 * 2**22, whose last bits count whole numbers."""
 

@@ -31,6 +31,7 @@ from localinfer.kernels.cpu.compiled.blocks import (
 )
 from localinfer.kernels.cpu.compiled.codebooks import add_grid_block, grid_block
 from localinfer.kernels.cpu.compiled.emit import (
+    F32,
     I8,
     I16,
     I32,
@@ -43,7 +44,7 @@ from localinfer.kernels.cpu.compiled.emit import (
     emitted,
     vector,
 )
-from localinfer.kernels.cpu.compiled.tile import GRIDS, MINUS_8_HALF, MINUS_8_SUM, Tile
+from localinfer.kernels.cpu.compiled.tile import FLOAT_ELEMENT, GRIDS, MINUS_8_HALF, MINUS_8_SUM, Tile
 from localinfer.kernels.cpu.kernel_abi import RECORD_BYTES
 from localinfer.kernels.jit import isa
 from localinfer.kernels.jit.isa import AVX512, ISA
@@ -376,6 +377,70 @@ _STEPS: dict[Layout, tuple[Callable[[Tile, Value, Value], None], Body]] = {
     **dict.fromkeys(GRIDS, (_unpack_grid, _add_grid)),
 }
 """Functions that unpack a super-block to a buffer, and that add its products from there."""
+
+
+# Products of floats.
+
+FLOAT_BYTES = 64 * CHUNK_COLUMNS
+"""Bytes of a chunk of sixteen rows as float32."""
+LEAST_FLOAT_ROWS, MOST_FLOAT_ROWS = 8, MOST_ROWS // 2
+FLOAT_COLUMNS = 8
+"""Columns at a time: rows whose length is no multiple are multiplied as few rows are."""
+
+
+@emitted(VOID, LITERAL, *[types.int64] * 4)
+def widen(emit: Emitter, layout: int, tile_address: Value, first: Value, last: Value, buffer_address: Value) -> None:
+    """Columns first..last of a tile of floats as float32, unless they are."""
+    tile = Tile(emit, Layout(layout), tile_address, last, [])
+    if tile.layout is Layout.F32:
+        return
+
+    def column_body(column: Value, _: list[Value]) -> Sequence[Value]:
+        place = tile.at(tile_address, column, tile.sizes.unit_bytes)
+        weights = tile.floats(place, 0, FLOAT_ELEMENT[tile.layout])
+        emit.store(weights, tile.at(buffer_address, emit.builder.sub(column, first), 64), align=64)
+        return []
+
+    emit.loop(first, last, 1, [], column_body)
+
+
+@emitted(VOID, LITERAL, *[types.int64] * 6)
+def float_product(
+    emit: Emitter, layout: int, tile_address: Value, table: Value, buffer_address: Value, first: Value, last: Value,
+    totals_address: Value,
+) -> None:  # fmt: skip
+    """Add the products of widened columns first..last and ROWS rows to their totals: of even columns, then of odd ones.
+
+    Totals of one parity leave registers for all lanes: so a weight is loaded once for ROWS rows, and an activation once
+    for sixteen weights. table: as in `unpacked_product`. totals: of float32[ROWS][2][16].
+    """
+    b = emit.builder
+    rows = [emit.load(table, I64, 8 * t, align=8) for t in range(ROWS)]
+    is_wide = Layout(layout) is Layout.F32
+    codes = tile_address if is_wide else b.sub(buffer_address, b.mul(first, emit.i64(64)))
+    for parity in range(2):
+
+        def body(column: Value, totals: list[Value], parity: int = parity) -> Sequence[Value]:
+            place, start = b.add(codes, b.mul(column, emit.i64(64))), b.mul(column, emit.i64(4))
+            for offset in range(parity, FLOAT_COLUMNS, 2):
+                weight = emit.load_floats(place, 64 * offset)
+                totals = [
+                    emit.fma(weight, emit.splat(emit.load(b.add(row, start), F32, 4 * offset, align=4)), total)
+                    for total, row in zip(totals, rows, strict=True)
+                ]
+            return totals
+
+        totals = [emit.load_floats(totals_address, 128 * t + 64 * parity) for t in range(ROWS)]
+        for t, total in enumerate(emit.loop(first, last, FLOAT_COLUMNS, totals, body)):
+            emit.store(total, totals_address, 128 * t + 64 * parity, align=64)
+
+
+@emitted(VOID, types.int64, types.int64)
+def join_float_totals(emit: Emitter, source: Value, target: Value) -> None:
+    """Totals of ROWS rows from those of even and of odd columns."""
+    for t in range(ROWS):
+        even, odd = (emit.load_floats(source, 128 * t + 64 * parity) for parity in range(2))
+        emit.store(emit.add(even, odd), target, 64 * t, align=64)
 
 
 # Products by AMX.
