@@ -62,6 +62,7 @@ from localinfer.kernels.cpu.compiled.unpacked import (
     FEW_MATRIX_ROWS,
     FLOAT_BYTES,
     FLOAT_COLUMNS,
+    FLOAT_ROWS,
     LEAST_FLOAT_ROWS,
     LEAST_ROWS,
     MATRIX_BYTES,
@@ -198,6 +199,8 @@ def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
     return [found[count * index : count * (index + 1)] for index in range(len(tiles))]
 
 
+_SIXTEEN_REGISTERS = (ISA.AVX2, ISA.AVX_VNNI)
+"""Paths whose registers hold no sums of even and of odd columns of four rows and sixteen lanes."""
 _BY_HALVES = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 """Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
 _PAIR_BY_HALVES = (Layout.Q4_K,)
@@ -229,8 +232,7 @@ def _passes(
         if emit.is_neon and layout not in GRIDS and (num_rows > 1 or layout in _BY_HALVES):
             is_quarter = num_rows == 4 and layout in (*_BY_QUARTERS, Layout.IQ4_XS)
             count = LANES // 4 if is_quarter else LANES // 2
-        if emit.isa is ISA.AVX2 and num_rows > 2 and layout in FLOAT_ELEMENT:
-            # Sixteen registers are as many as the sums of even and of odd columns.
+        if emit.isa in _SIXTEEN_REGISTERS and num_rows > 2 and layout in FLOAT_ELEMENT:
             count = LANES // 2
         for first in range(0, LANES, count):
             parts.append(Tile(emit, layout, tile, columns, rows, first, count))
@@ -297,6 +299,8 @@ def write_totals(
 
 def _is_of_four_rows(layout: int) -> bool:
     """True if a product takes four rows of activations at most."""
+    if isa.SELECTED is ISA.AVX_VNNI:
+        return layout in FLOAT_ELEMENT
     return isa.SELECTED is ISA.AVX2 or (layout == Layout.Q4_K and isa.SELECTED in AVX512)
 
 
@@ -361,7 +365,8 @@ else:
     def _most_rows(emit: Emitter, layout: int) -> Value:
         """Rows of one product: eight, or four where registers do not hold the sums of so many.
 
-        These are all products with AVX2, and with AVX-512 those of Q4_K, which has two blocks in the making.
+        These are all products with AVX2, of floats with AVX-VNNI, and with AVX-512 those of Q4_K, which has two blocks
+        in the making.
         """
         return emit.i64(4 if _is_of_four_rows(layout) else 8)
 
@@ -487,11 +492,11 @@ def _float_products(
         for start_column in range(0, k, CHUNK_COLUMNS):
             end_column = min(start_column + CHUNK_COLUMNS, k)
             widen(layout, weights, start_column, end_column, buffer)
-            for start in range(0, count, ROWS):
-                for slot in range(ROWS):
+            for start in range(0, count, FLOAT_ROWS):
+                for slot in range(FLOAT_ROWS):
                     store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
                 float_product(layout, weights, table, buffer, start_column, end_column, totals + 128 * start)
-        for start in range(0, count, ROWS):
+        for start in range(0, count, FLOAT_ROWS):
             join_float_totals(totals + 128 * start, totals + 64 * start)
         _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
         row += count
@@ -624,7 +629,7 @@ def _matmul_of(layout: Layout) -> Any:
     """The op of matrices of a layout."""
     if isa.SELECTED is ISA.AMX and layout in BODIES:
         return _unpacked_matrix_matmul if layout in UNPACKED else _matrix_matmul
-    if isa.SELECTED is ISA.AVX2 and layout in FLOAT_ELEMENT:
+    if isa.SELECTED in _SIXTEEN_REGISTERS and layout in FLOAT_ELEMENT:
         return _float_matmul
     return _unpacked_matmul if layout in UNPACKED else _matmul
 

@@ -4,7 +4,8 @@ To put a code of Q4_K, Q5_K or Q6_K together takes as many operations as to mult
 that sums of eight rows need; with AVX2 a code of a grid takes far more. Here a super-block's codes become bytes, and
 its scales factors that products take, in memory that the first-level cache holds, before all rows of a block are
 multiplied by them; totals of the rows wait in memory meanwhile. Every total is the chain of operations of `blocks.py`
-or `codebooks.py`, in its order. Of tables only the codes are kept, by the `Tile` that AMX has its codes from.
+or `codebooks.py`, in its order. Of tables only the codes are kept, by the `Tile` that AMX has its codes from. Floats
+become float32 in the same way, where there are sixteen vector registers.
 
 Products of such rows by AMX are here as well (`emit_product`): sixteen rows by sixteen outputs by 16 or 32 columns in
 one instruction. Chunks of 256 columns of a tile are unpacked to signed bytes and multiplied by all rows of a block; the
@@ -384,8 +385,8 @@ _STEPS: dict[Layout, tuple[Callable[[Tile, Value, Value], None], Body]] = {
 FLOAT_BYTES = 64 * CHUNK_COLUMNS
 """Bytes of a chunk of sixteen rows as float32."""
 LEAST_FLOAT_ROWS, MOST_FLOAT_ROWS = 8, MOST_ROWS // 2
-FLOAT_COLUMNS = 8
-"""Columns at a time: rows whose length is no multiple are multiplied as few rows are."""
+FLOAT_ROWS, FLOAT_COLUMNS = 4, 8
+"""Rows of activations of a product, and columns at a time: others are left to the products of few rows."""
 
 
 @emitted(VOID, LITERAL, *[types.int64] * 4)
@@ -409,13 +410,14 @@ def float_product(
     emit: Emitter, layout: int, tile_address: Value, table: Value, buffer_address: Value, first: Value, last: Value,
     totals_address: Value,
 ) -> None:  # fmt: skip
-    """Add the products of widened columns first..last and ROWS rows to their totals: of even columns, then of odd ones.
+    """Add the products of widened columns first..last and FLOAT_ROWS rows to totals: of even columns, then of odd ones.
 
-    Totals of one parity leave registers for all lanes: so a weight is loaded once for ROWS rows, and an activation once
-    for sixteen weights. table: as in `unpacked_product`. totals: of float32[ROWS][2][16].
+    Totals of one parity leave registers for all lanes: so a weight is loaded once for all rows, and an activation once
+    for sixteen weights. table: address of int64[FLOAT_ROWS], the addresses of the rows. totals: of
+    float32[FLOAT_ROWS][2][16].
     """
     b = emit.builder
-    rows = [emit.load(table, I64, 8 * t, align=8) for t in range(ROWS)]
+    rows = [emit.load(table, I64, 8 * t, align=8) for t in range(FLOAT_ROWS)]
     is_wide = Layout(layout) is Layout.F32
     codes = tile_address if is_wide else b.sub(buffer_address, b.mul(first, emit.i64(64)))
     for parity in range(2):
@@ -430,15 +432,15 @@ def float_product(
                 ]
             return totals
 
-        totals = [emit.load_floats(totals_address, 128 * t + 64 * parity) for t in range(ROWS)]
+        totals = [emit.load_floats(totals_address, 128 * t + 64 * parity) for t in range(FLOAT_ROWS)]
         for t, total in enumerate(emit.loop(first, last, FLOAT_COLUMNS, totals, body)):
             emit.store(total, totals_address, 128 * t + 64 * parity, align=64)
 
 
 @emitted(VOID, types.int64, types.int64)
 def join_float_totals(emit: Emitter, source: Value, target: Value) -> None:
-    """Totals of ROWS rows from those of even and of odd columns."""
-    for t in range(ROWS):
+    """Totals of FLOAT_ROWS rows from those of even and of odd columns."""
+    for t in range(FLOAT_ROWS):
         even, odd = (emit.load_floats(source, 128 * t + 64 * parity) for parity in range(2))
         emit.store(emit.add(even, odd), target, 64 * t, align=64)
 
