@@ -92,6 +92,7 @@ def convert(
 
     done: called with each stretch of data (first byte, end) that has been rewritten and is not needed any more; what it
         raises ends the conversion. Never called for a type that runs directly.
+    num_threads: threads that rewrite stretches, which `done` still hears of in order.
     Shapes: data uint8, of any shape, row after row; result uint8[bytes of the tensor in the layout].
     Raises: ShapeError if the bytes do not fit the shape, CorruptFileError if a weight to be rounded is not finite,
         UnsupportedFormatError for the types that only hold activations.

@@ -59,24 +59,20 @@ from localinfer.kernels.cpu.compiled.tile import (
 from localinfer.kernels.cpu.compiled.unpacked import (
     BUFFER_BYTES,
     CHUNK_COLUMNS,
+    COLUMNS,
     FEW_MATRIX_ROWS,
-    FLOAT_BYTES,
-    FLOAT_COLUMNS,
-    FLOAT_ROWS,
-    LEAST_FLOAT_ROWS,
     LEAST_ROWS,
     MATRIX_BYTES,
-    MOST_FLOAT_ROWS,
     MOST_ROWS,
     ROWS,
+    SIXTEEN_REGISTERS,
     UNPACKED,
     emit_product,
-    float_product,
-    join_float_totals,
+    join_totals,
     load_totals,
+    num_chains,
     unpack,
     unpacked_product,
-    widen,
 )
 from localinfer.kernels.cpu.kernel_abi import PAIR_BIAS, PAIR_BYTES, PAIR_CODES, RECORD_BYTES, SCRATCH_BYTES
 from localinfer.kernels.cpu.parameters import BATCH, EXPERT_MATMUL, MATMUL, PROJECTION, QUANTIZE
@@ -199,8 +195,6 @@ def _totals(tiles: Sequence[Tile]) -> list[list[Value]]:
     return [found[count * index : count * (index + 1)] for index in range(len(tiles))]
 
 
-_SIXTEEN_REGISTERS = (ISA.AVX2, ISA.AVX_VNNI)
-"""Paths whose registers hold no sums of even and of odd columns of four rows and sixteen lanes."""
 _BY_HALVES = (Layout.Q5_K, Layout.Q6_K, Layout.Q2_K, Layout.Q3_K)
 """Layouts of which NEON's registers do not hold what one activation row needs of sixteen rows of weights."""
 _PAIR_BY_HALVES = (Layout.Q4_K,)
@@ -232,7 +226,7 @@ def _passes(
         if emit.is_neon and layout not in GRIDS and (num_rows > 1 or layout in _BY_HALVES):
             is_quarter = num_rows == 4 and layout in (*_BY_QUARTERS, Layout.IQ4_XS)
             count = LANES // 4 if is_quarter else LANES // 2
-        if emit.isa in _SIXTEEN_REGISTERS and num_rows > 2 and layout in FLOAT_ELEMENT:
+        if emit.isa in SIXTEEN_REGISTERS and num_rows > 2 and layout in FLOAT_ELEMENT:
             count = LANES // 2
         for first in range(0, LANES, count):
             parts.append(Tile(emit, layout, tile, columns, rows, first, count))
@@ -421,7 +415,7 @@ def _products(layout: int, first: int, last: int, table: int, p: int, tile: int,
 
 _BUFFER = 512
 """Bytes of a thread's scratch memory for the table of a product, behind which an unpacked super-block lies."""
-assert _BUFFER + max(BUFFER_BYTES, FLOAT_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, (
+assert _BUFFER + max(BUFFER_BYTES, MATRIX_BYTES) + 64 * MOST_ROWS <= SCRATCH_BYTES, (
     "totals of so many rows need more scratch memory"
 )
 
@@ -446,20 +440,26 @@ def _write_rows(
         write_totals(table, totals + 64 * start, bias, scale, column, lanes)
 
 
+@emitted(types.int64, LITERAL)
+def _num_chains(emit: Emitter, layout: int) -> Value:
+    """Totals of a row whose products are apart until all columns are multiplied."""
+    return emit.i64(num_chains(Layout(layout)))
+
+
 @compose
 def _unpacked_products(
     layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int
 ) -> None:
-    """`_products` of layouts whose super-blocks are unpacked, if there are enough rows."""
+    """`_products` of layouts of which a chunk of columns is unpacked for all rows, if there are enough of them."""
     weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
     out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
     residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
     bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
     row, buffer = first, table + _BUFFER
-    totals = buffer + BUFFER_BYTES
-    while last - row >= _least_rows(layout):
-        count = min(last - row, MOST_ROWS) // ROWS * ROWS
-        for word in range(8 * count):
+    totals, chains = buffer + BUFFER_BYTES, _num_chains(layout)
+    while last - row >= _least_rows(layout) and k % COLUMNS == 0:
+        count = min(last - row, MOST_ROWS // chains) // ROWS * ROWS
+        for word in range(8 * chains * count):
             store_i64(totals + 8 * word, 0)
         for start_column in range(0, k, CHUNK_COLUMNS):
             end_column = min(start_column + CHUNK_COLUMNS, k)
@@ -467,37 +467,10 @@ def _unpacked_products(
             for start in range(0, count, ROWS):
                 for slot in range(ROWS):
                     store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
-                total = totals + 64 * start
+                total = totals + 64 * chains * start
                 unpacked_product(layout, weights, k, table, buffer, start_column, end_column, total)
-        _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
-        row += count
-    _products(layout, row, last, table, p, tile, x, x_stride, k)
-
-
-@compose
-def _float_products(
-    layout: int, first: int, last: int, table: int, p: int, tile: int, x: int, x_stride: int, k: int
-) -> None:
-    """`_products` of floats, of which a chunk of columns is widened once for all rows, if there are enough of them."""
-    weights = PROJECTION.weights(p) + tile * PROJECTION.tile_bytes(p)
-    out, out_stride = PROJECTION.out(p), PROJECTION.out_stride(p)
-    residual, residual_stride = PROJECTION.residual(p), PROJECTION.residual_stride(p)
-    bias, column = PROJECTION.bias(p) + tile * PROJECTION.bias_stride(p), 16 * tile
-    row, buffer = first, table + _BUFFER
-    totals = buffer + FLOAT_BYTES
-    while last - row >= LEAST_FLOAT_ROWS and k % FLOAT_COLUMNS == 0:
-        count = min(last - row, MOST_FLOAT_ROWS) // ROWS * ROWS
-        for word in range(16 * count):
-            store_i64(totals + 8 * word, 0)
-        for start_column in range(0, k, CHUNK_COLUMNS):
-            end_column = min(start_column + CHUNK_COLUMNS, k)
-            widen(layout, weights, start_column, end_column, buffer)
-            for start in range(0, count, FLOAT_ROWS):
-                for slot in range(FLOAT_ROWS):
-                    store_i64(table + 8 * slot, x + (row + start + slot) * x_stride)
-                float_product(layout, weights, table, buffer, start_column, end_column, totals + 128 * start)
-        for start in range(0, count, FLOAT_ROWS):
-            join_float_totals(totals + 128 * start, totals + 64 * start)
+        for start in range(0, count, ROWS):
+            join_totals(layout, totals, start)
         _write_rows(table, totals, p, out, out_stride, residual, residual_stride, bias, column, row, count)
         row += count
     _products(layout, row, last, table, p, tile, x, x_stride, k)
@@ -620,7 +593,6 @@ def _expert_matmul(layout: int, parameters: int, batch: int, thread: int, num_th
 
 
 _matmul, _unpacked_matmul = _matmul_by(_products), _matmul_by(_unpacked_products)
-_float_matmul = _matmul_by(_float_products)
 _matrix_matmul = _matmul_by(_matrix_products_by(_products))
 _unpacked_matrix_matmul = _matmul_by(_matrix_products_by(_unpacked_products))
 
@@ -629,8 +601,6 @@ def _matmul_of(layout: Layout) -> Any:
     """The op of matrices of a layout."""
     if isa.SELECTED is ISA.AMX and layout in BODIES:
         return _unpacked_matrix_matmul if layout in UNPACKED else _matrix_matmul
-    if isa.SELECTED in _SIXTEEN_REGISTERS and layout in FLOAT_ELEMENT:
-        return _float_matmul
     return _unpacked_matmul if layout in UNPACKED else _matmul
 
 

@@ -53,34 +53,38 @@ from localinfer.kernels.layouts import Layout
 
 _BIT_PAIRS = (Layout.Q2_K, Layout.Q3_K, Layout.TQ2_0)
 _TABLES = (Layout.IQ4_NL, Layout.IQ4_XS)
+SIXTEEN_REGISTERS = (ISA.AVX2, ISA.AVX_VNNI)
+"""Paths whose registers hold no sums of even and of odd columns of four rows and sixteen lanes."""
 _FOR_AVX2 = (*_BIT_PAIRS, *_TABLES, *GRIDS)
 UNPACKED = (
     *((Layout.Q4_K, Layout.Q5_K, Layout.Q6_K) if isa.SELECTED in AVX512 | {ISA.AVX2} else ()),
     *(_FOR_AVX2 if isa.SELECTED is ISA.AVX2 else ()),
+    *(FLOAT_ELEMENT if isa.SELECTED in SIXTEEN_REGISTERS else ()),
 )
 """Layouts that are multiplied so, where that was measured to be faster."""
-ROWS = 4 if isa.SELECTED is ISA.AVX2 else 8
-"""Rows of activations of a product."""
+ROWS, COLUMNS = 4 if isa.SELECTED in SIXTEEN_REGISTERS else 8, 8
+"""Rows of activations of a product, and what columns are a multiple of; others are left to products of few rows."""
 LEAST_ROWS = {
     Layout.Q4_K: 16 if isa.SELECTED is ISA.AVX2 else 32,
     Layout.Q5_K: 16,
     Layout.Q6_K: 16,
-    **dict.fromkeys(_FOR_AVX2, 8),
+    **dict.fromkeys((*_FOR_AVX2, *FLOAT_ELEMENT), 8),
 }
 """Rows from which on a super-block is unpacked: for fewer its bytes are written and read again for too few products."""
 CHUNK_COLUMNS = 256
 """Columns that are unpacked at a time: a super-block, or as many blocks."""
 MOST_ROWS = 1024
-"""Rows whose totals there is memory for."""
+"""Rows whose totals there is memory for, of one chain each."""
 
 _SCALES = 4096
 _MINIMUMS = _SCALES + 8 * 64
 _STARTS = _SCALES + 16 * 64
 _WORDS_OF_MINIMUMS = _STARTS
 _FACTORS = _STARTS + 8 * 64
-BUFFER_BYTES = _FACTORS + 2 * 64
-"""Of a super-block: codes of sixteen rows and 256 columns, sixteen vectors of scales, or eight and minimums; of each
-row of activations the starts of sixteen dot products, or of each block a vector of minimums; two vectors of factors."""
+BUFFER_BYTES = max(_FACTORS + 2 * 64, 64 * CHUNK_COLUMNS)
+"""Of a chunk of floats: sixteen rows as float32. Of a super-block: codes of sixteen rows and 256 columns, sixteen
+vectors of scales, or eight and minimums; of each row of activations the starts of sixteen dot products, or of each
+block a vector of minimums; two vectors of factors."""
 
 
 @emitted(VOID, LITERAL, *[types.int64] * 5)
@@ -90,6 +94,9 @@ def unpack(
 ) -> None:  # fmt: skip
     """Unpack columns first..last of a tile: a super-block, or as many units as it has columns, or are left."""
     chosen, b = Layout(layout), emit.builder
+    if chosen in FLOAT_ELEMENT:
+        _widen(Tile(emit, chosen, tile_address, column_count, []), first, last, buffer_address)
+        return
     if chosen in _TABLES:
         codes = b.sub(buffer_address, b.mul(first, emit.i64(16)))
         keeping = UnpackingTile(emit, chosen, tile_address, column_count, codes, is_signed=False)
@@ -230,10 +237,13 @@ def unpacked_product(
 ) -> None:  # fmt: skip
     """Add the products of the unpacked columns first..last and ROWS rows to their totals.
 
-    table: address of int64[ROWS], the addresses of the rows. totals: of float32[ROWS][16].
+    table: address of int64[ROWS], the addresses of the rows. totals: of float32[ROWS][chains][16].
     """
     chosen, b = Layout(layout), emit.builder
     rows = [emit.load(table, I64, 8 * t, align=8) for t in range(ROWS)]
+    if chosen in FLOAT_ELEMENT:
+        _add_floats(emit, chosen, tile_address, rows, buffer_address, first, last, totals_address)
+        return
     totals = load_totals(emit, totals_address)
     if chosen in _TABLES:
         codes, body = b.sub(buffer_address, b.mul(first, emit.i64(16))), BODIES[chosen]
@@ -382,49 +392,43 @@ _STEPS: dict[Layout, tuple[Callable[[Tile, Value, Value], None], Body]] = {
 
 # Products of floats.
 
-FLOAT_BYTES = 64 * CHUNK_COLUMNS
-"""Bytes of a chunk of sixteen rows as float32."""
-LEAST_FLOAT_ROWS, MOST_FLOAT_ROWS = 8, MOST_ROWS // 2
-FLOAT_ROWS, FLOAT_COLUMNS = 4, 8
-"""Rows of activations of a product, and columns at a time: others are left to the products of few rows."""
+
+def num_chains(layout: Layout) -> int:
+    """Totals of a row: of floats one of even columns and one of odd ones."""
+    return 2 if layout in FLOAT_ELEMENT else 1
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 4)
-def widen(emit: Emitter, layout: int, tile_address: Value, first: Value, last: Value, buffer_address: Value) -> None:
+def _widen(tile: Tile, first: Value, last: Value, buffer: Value) -> None:
     """Columns first..last of a tile of floats as float32, unless they are."""
-    tile = Tile(emit, Layout(layout), tile_address, last, [])
     if tile.layout is Layout.F32:
         return
+    emit = tile.emit
 
     def column_body(column: Value, _: list[Value]) -> Sequence[Value]:
-        place = tile.at(tile_address, column, tile.sizes.unit_bytes)
+        place = tile.at(tile.tile, column, tile.sizes.unit_bytes)
         weights = tile.floats(place, 0, FLOAT_ELEMENT[tile.layout])
-        emit.store(weights, tile.at(buffer_address, emit.builder.sub(column, first), 64), align=64)
+        emit.store(weights, tile.at(buffer, emit.builder.sub(column, first), 64), align=64)
         return []
 
     emit.loop(first, last, 1, [], column_body)
 
 
-@emitted(VOID, LITERAL, *[types.int64] * 6)
-def float_product(
-    emit: Emitter, layout: int, tile_address: Value, table: Value, buffer_address: Value, first: Value, last: Value,
+def _add_floats(
+    emit: Emitter, layout: Layout, tile: Value, rows: list[Value], buffer: Value, first: Value, last: Value,
     totals_address: Value,
 ) -> None:  # fmt: skip
-    """Add the products of widened columns first..last and FLOAT_ROWS rows to totals: of even columns, then of odd ones.
+    """Add products of widened columns to totals of even columns, then to those of odd ones.
 
     Totals of one parity leave registers for all lanes: so a weight is loaded once for all rows, and an activation once
-    for sixteen weights. table: address of int64[FLOAT_ROWS], the addresses of the rows. totals: of
-    float32[FLOAT_ROWS][2][16].
+    for sixteen weights.
     """
     b = emit.builder
-    rows = [emit.load(table, I64, 8 * t, align=8) for t in range(FLOAT_ROWS)]
-    is_wide = Layout(layout) is Layout.F32
-    codes = tile_address if is_wide else b.sub(buffer_address, b.mul(first, emit.i64(64)))
+    codes = tile if layout is Layout.F32 else b.sub(buffer, b.mul(first, emit.i64(64)))
     for parity in range(2):
 
         def body(column: Value, totals: list[Value], parity: int = parity) -> Sequence[Value]:
             place, start = b.add(codes, b.mul(column, emit.i64(64))), b.mul(column, emit.i64(4))
-            for offset in range(parity, FLOAT_COLUMNS, 2):
+            for offset in range(parity, COLUMNS, 2):
                 weight = emit.load_floats(place, 64 * offset)
                 totals = [
                     emit.fma(weight, emit.splat(emit.load(b.add(row, start), F32, 4 * offset, align=4)), total)
@@ -432,15 +436,19 @@ def float_product(
                 ]
             return totals
 
-        totals = [emit.load_floats(totals_address, 128 * t + 64 * parity) for t in range(FLOAT_ROWS)]
-        for t, total in enumerate(emit.loop(first, last, FLOAT_COLUMNS, totals, body)):
+        totals = [emit.load_floats(totals_address, 128 * t + 64 * parity) for t in range(ROWS)]
+        for t, total in enumerate(emit.loop(first, last, COLUMNS, totals, body)):
             emit.store(total, totals_address, 128 * t + 64 * parity, align=64)
 
 
-@emitted(VOID, types.int64, types.int64)
-def join_float_totals(emit: Emitter, source: Value, target: Value) -> None:
-    """Totals of FLOAT_ROWS rows from those of even and of odd columns."""
-    for t in range(FLOAT_ROWS):
+@emitted(VOID, LITERAL, types.int64, types.int64)
+def join_totals(emit: Emitter, layout: int, totals_address: Value, first: Value) -> None:
+    """Add the chains of ROWS rows from `first` on, in place of the first chains of as many rows."""
+    if num_chains(Layout(layout)) == 1:
+        return
+    b = emit.builder
+    source, target = (b.add(totals_address, b.mul(first, emit.i64(size))) for size in (128, 64))
+    for t in range(ROWS):
         even, odd = (emit.load_floats(source, 128 * t + 64 * parity) for parity in range(2))
         emit.store(emit.add(even, odd), target, 64 * t, align=64)
 

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from localinfer.errors import ShapeError
-from localinfer.kernels.cpu.compiled.tile import FLOAT_ELEMENT
-from localinfer.kernels.cpu.compiled.unpacked import (
-    FLOAT_COLUMNS,
-    LEAST_FLOAT_ROWS,
-    LEAST_ROWS,
-    MOST_FLOAT_ROWS,
-    MOST_ROWS,
-)
+from localinfer.kernels.cpu.compiled.unpacked import COLUMNS, LEAST_ROWS, MOST_ROWS
 from localinfer.kernels.cpu.program import ThreadPool
 from localinfer.kernels.graph_builder import GraphBuilder
 from localinfer.kernels.layouts import LARGEST_STEP, SIZES, Layout, is_float
@@ -131,15 +124,14 @@ def test_matmul_gives_the_same_bits_when_activations_exceed_a_block_of_rows(
     assert_same_bits(run_rows(pool, [x], product(weight)), wanted)
 
 
-@pytest.mark.parametrize("layout", [*LEAST_ROWS, *FLOAT_ELEMENT], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LEAST_ROWS, ids=lambda layout: layout.name)
 def test_matmul_gives_a_row_the_same_bits_among_so_many_that_codes_are_unpacked_first(
     layout: Layout, pool: ThreadPool, two_threads: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localinfer.kernels.cpu.lower.matmul.ACTIVATION_BYTES_PER_BLOCK", 1 << 20)
-    unit, most = (FLOAT_COLUMNS, 2 * MOST_FLOAT_ROWS) if is_float(layout) else (SIZES[layout].unit, MOST_ROWS)
-    shape, few = (37, 512 + unit), min(LEAST_FLOAT_ROWS, *LEAST_ROWS.values()) - 1
+    shape, few = (37, 512 + max(COLUMNS, SIZES[layout].unit)), min(LEAST_ROWS.values()) - 1
     weight = linear(pool, layout, random_weights(layout, shape, 27), shape)
-    x = random_rows(most + LEAST_ROWS.get(layout, LEAST_FLOAT_ROWS) + 3, shape[1], 28)
+    x = random_rows(MOST_ROWS + LEAST_ROWS[layout] + 3, shape[1], 28)
     counts = [min(few, len(x) - first) for first in range(0, len(x), few)]
     wanted = run_rows(pool, [x], product(weight), counts)
     assert_same_bits(run_rows(pool, [x], product(weight)), wanted)
